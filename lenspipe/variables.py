@@ -1,0 +1,102 @@
+"""Variables: every variable of the dataset, declared once.
+
+Name, dimensions, type, unit, meaning, how it is computed, and the measure that brings it. The dataset's
+attributes, the kernel's outputs, the checks and the docs page all come from this table.
+Units: nats for information and for logits (whose differences are nats), "1" for counts and ids.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Dim = Literal["layer", "token", "k", "document", "tracked", "vocab"]
+
+
+@dataclass(frozen=True, slots=True)
+class Variable:
+    """One variable of the dataset."""
+
+    name: str
+    dims: tuple[Dim, ...]
+    dtype: str
+    units: str
+    long_name: str
+    definition: str
+    measure: str | None = None
+    missing: float | int | None = None
+
+    @property
+    def attributes(self) -> dict[str, Any]:
+        """What is written beside the variable in the dataset."""
+        found = {"long_name": self.long_name, "units": self.units, "definition": self.definition}
+        return found if self.missing is None else {**found, "missing": str(self.missing)}
+
+    @property
+    def is_readout(self) -> bool:
+        """Whether the read stage computes it, per layer and token."""
+        return self.dims[:2] == ("layer", "token")
+
+
+_Z = "z are the logits of the state read by Unembed: final norm, unembedding, bias, scale, then softcap; float32"
+_NATS = "nats"
+
+VARIABLES: tuple[Variable, ...] = (
+    Variable("topk_id", ("layer", "token", "k"), "int32", "1", "ids of the k largest logits",
+             "argsort of z, descending, ties to the lower id; " + _Z, "topk"),
+    Variable("topk_logit", ("layer", "token", "k"), "float32", _NATS, "the k largest logits",
+             "z at topk_id; log-probability is topk_logit - logsumexp", "topk"),
+    Variable("logsumexp", ("layer", "token"), "float32", _NATS, "log of the sum of exponentials of the logits",
+             "log(sum_v exp(z_v)) over the full vocabulary; " + _Z, "logsumexp"),
+    Variable("entropy", ("layer", "token"), "float32", _NATS, "entropy of the predicted distribution",
+             "-sum_v p_v log(p_v), p = softmax(z), over the full vocabulary", "entropy"),
+    Variable("target_id", ("token",), "int32", "1", "id of the next token",
+             "input_id of the next position of the same sequence", "target", -1),
+    Variable("target_rank", ("layer", "token"), "int32", "1", "rank of the next token",
+             "number of v with z_v > z_target over the full vocabulary; 0 is the argmax", "target", -1),
+    Variable("target_logit", ("layer", "token"), "float32", _NATS, "logit of the next token",
+             "z at target_id; log-probability is target_logit - logsumexp", "target", float("nan")),
+    Variable("kl_final", ("layer", "token"), "float32", _NATS, "divergence of this layer from the last",
+             "KL(p_final || p_layer) = sum_v p_final_v (log p_final_v - log p_layer_v)", "kl_final"),
+    Variable("tracked_logit", ("layer", "token", "tracked"), "float32", _NATS, "logits of the tracked tokens",
+             "z at tracked_id", "tracked"),
+    Variable("tracked_rank", ("layer", "token", "tracked"), "int32", "1", "ranks of the tracked tokens",
+             "number of v with z_v > z at tracked_id; 0 is the argmax", "tracked"),
+    Variable("answer_logit", ("layer", "token"), "float32", _NATS, "logit of the document's answer",
+             "z at answer_id of the token's document", "answer", float("nan")),
+    Variable("answer_rank", ("layer", "token"), "int32", "1", "rank of the document's answer",
+             "number of v with z_v > z at answer_id of the token's document; 0 is the argmax", "answer", -1),
+    Variable("answer_id", ("document",), "int32", "1", "id of the document's answer",
+             "first token of the answer column, with read.answer_prefix before it", "answer", -1),
+    Variable("answer_length", ("document",), "int32", "1", "number of tokens in the document's answer",
+             "tokens of the whole answer; where it is more than 1, answer_id stands for its beginning", "answer"),
+)  # fmt: skip
+
+COORDINATES: tuple[Variable, ...] = (
+    Variable("layer", ("layer",), "float64", "1", "depth in the residual stream",
+             "number of blocks applied: 0 is the input of the first block, the last enters the final norm"),
+    Variable("site", ("layer",), "str", "1", "place in the model where the state is read",
+             "resid_pre.i is the input of block i, resid_post.i its output"),
+    Variable("k", ("k",), "int32", "1", "place in the top-k", "0 is the largest logit"),
+    Variable("input_id", ("token",), "int32", "1", "id of the token at this position", "as fed to the model"),
+    Variable("document", ("token",), "int32", "1", "number of the token's document",
+             "index along the dimension document"),
+    Variable("position", ("token",), "int32", "1", "position of the token in its document",
+             "counted from 0 over the document's tokens, the special ones included"),
+    Variable("sequence", ("token",), "int32", "1", "number of the token's sequence in its document",
+             "a sequence is a window of the document that the model sees in one piece"),
+    Variable("is_special", ("token",), "bool", "1", "whether the token is one of the tokenizer's special tokens",
+             "BOS, EOS, chat markers and the like, as the tokenizer declares them"),
+    Variable("document_length", ("document",), "int32", "1", "number of rows of the document along token",
+             "CF contiguous ragged array: the rows of document j follow those of document j - 1"),
+    Variable("tracked", ("tracked",), "str", "1", "tracked token", "its string in the vocabulary"),
+    Variable("tracked_id", ("tracked",), "int32", "1", "id of the tracked token", "as the tokenizer numbers it"),
+    Variable("vocab_token", ("vocab",), "str", "1", "vocabulary table: the string of each token id",
+             "the id decoded alone; ids beyond the tokenizer, which the model's unembedding still has, are empty"),
+)  # fmt: skip
+
+BY_NAME = {variable.name: variable for variable in VARIABLES + COORDINATES}
+MEASURES = ("topk", "logsumexp", "entropy", "target", "kl_final")
+
+
+def variables_of(measures: frozenset[str]) -> tuple[Variable, ...]:
+    """List the data variables that a set of measures brings, `tracked` and `answer` included."""
+    return tuple(variable for variable in VARIABLES if variable.measure in measures)
