@@ -120,7 +120,7 @@ def cut_shards(documents: Iterable[tuple[int, bytes]], size: int) -> list[int]:
     """
     stops: list[int] = []
     held, n = 0, 0
-    for n, (characters, content) in enumerate(documents, start=1):  # noqa: B007 -- n is needed after the loop
+    for n, (characters, content) in enumerate(documents, start=1):
         held += characters
         chance = int.from_bytes(content[:8], "big") / 2**64
         if held >= 2 * size or (held >= size / 2 and chance < characters / (size / 2)):

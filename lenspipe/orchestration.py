@@ -8,6 +8,7 @@ import asyncio
 import errno
 import fcntl
 import hashlib
+import json
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +24,6 @@ from prefect.futures import PrefectFuture
 from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
 from prefect.task_runners import TaskRunner, ThreadPoolTaskRunner
 from prefect.tasks import Task
-from prefect.utilities.annotations import quote
 
 from lenspipe.errors import LenspipeError, RequestError
 from lenspipe.plan import Plan, Todo
@@ -39,13 +39,13 @@ TRANSIENT = {errno.EIO, errno.EAGAIN, errno.ETIMEDOUT, errno.ESTALE, errno.ECONN
 
 @dataclass
 class ContentKey(CachePolicy):
-    """Names a task's record after its artifacts: a parameter `work` with `store` and `artifacts` [(stage, key), ...]."""
+    """Names a task's record after its artifacts: those in its parameter `work`, a JSON text."""
 
     def compute_key(
         self, task_ctx: TaskRunContext, inputs: dict[str, Any], flow_parameters: dict[str, Any], **kwargs: Any
     ) -> str | None:
         """Name the record, and drop it if an artifact that it vouches for is not whole."""
-        work: Mapping[str, Any] = inputs["work"]
+        work: Mapping[str, Any] = json.loads(inputs["work"])
         store = ArtifactStore(Path(work["store"]))
         names = [(str(stage), str(key)) for stage, key in work["artifacts"]]
         stage, key = names[-1]
@@ -154,7 +154,9 @@ class Sender:
     plan: Plan
     tracked: list[int]
 
-    def batches(self, stage: Task[..., str], todo: Sequence[Todo], most: int = MOST_TASKS, after: Futures = {}) -> Futures:  # noqa: B006 -- read only
+    def batches(
+        self, stage: Task[..., str], todo: Sequence[Todo], most: int = MOST_TASKS, after: Futures | None = None
+    ) -> Futures:
         """Submit one stage's missing work in batches of consecutive shards.
 
         Args:
@@ -168,7 +170,8 @@ class Sender:
         for batch in (todo[i : i + size] for i in range(0, len(todo), size)):
             first, last = batch[0].shard.index, batch[-1].shard.index
             span = f"shard {first}" if first == last else f"shards {first}-{last}"
-            before = {id(after[t.shard.index]): after[t.shard.index] for t in batch if t.shard.index in after}
+            awaited = [after[t.shard.index] for t in batch if after and t.shard.index in after]
+            before = {id(future): future for future in awaited}
             artifacts = [name for t in batch for name in t.artifacts(stage.name)]
             future = self.one(stage, span, batch, artifacts, list(before.values()))
             futures |= {t.shard.index: future for t in batch}
@@ -195,8 +198,10 @@ class Sender:
         }
         policy = ContentKey().configure(isolation_level="SERIALIZABLE", lock_manager=FileLocks(recipe.store / "locks"))
         configured = stage.with_options(cache_policy=policy, result_storage=recipe.store)
-        # Quoted, so that Prefect does not walk through thousands of keys in search of futures.
-        return configured.submit(f"{stage.name} {self.plan.facts.name}, {span}", quote(work), wait_for=list(after))
+        title = f"{stage.name} {self.plan.facts.name}, {span}"
+        # As one text, so that Prefect does not walk through thousands of keys in search of futures.
+        future: PrefectFuture[str] = configured.submit(title, json.dumps(work), wait_for=list(after))
+        return future
 
 
 def wait(futures: Futures) -> None:
@@ -238,9 +243,12 @@ def task_runner(run: Run) -> TaskRunner[Any]:
         from prefect_ray import RayTaskRunner  # noqa: PLC0415 -- an optional extra
 
         quiet = {"num_cpus": run.workers, "include_dashboard": False, "log_to_driver": False}
-        return RayTaskRunner(address=run.address) if run.address else RayTaskRunner(init_kwargs=quiet)
+        ray: TaskRunner[Any] = RayTaskRunner(**({"address": run.address} if run.address else {"init_kwargs": quiet}))
+        return ray
     except ImportError as error:
-        raise RequestError(f'run.runner is "{run.runner}": install it with pip install "lenspipe[{run.runner}]"') from error
+        raise RequestError(
+            f'run.runner is "{run.runner}": install it with pip install "lenspipe[{run.runner}]"'
+        ) from error
 
 
 @contextmanager

@@ -4,7 +4,9 @@ Plan; submit only what is missing; wait. Tasks are told keys and small values an
 each stage finds the one before it in the artifact store, under its key.
 """
 
+import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +33,26 @@ def _report(stage: str) -> Callable[[int], None]:
     return lambda tokens: listener(stage, tokens) if listener else None
 
 
-def _setting(work: dict[str, Any]) -> tuple[ArtifactStore, Recipe]:
-    return ArtifactStore(Path(work["store"])), make_recipe(work["recipe"], work["base"])
+@dataclass(frozen=True)
+class _Work:
+    """What a task is told, read back from its parameter."""
 
+    store: ArtifactStore
+    recipe: Recipe
+    todo: list[Todo]
+    stream: frozenset[int]
+    tracked: tuple[int, ...]
 
-def _tasks(work: dict[str, Any]) -> list[Todo]:
-    return [Todo.from_dict(values) for values in work["tasks"]]
+    @classmethod
+    def of(cls, text: str) -> "_Work":
+        values = json.loads(text)
+        return cls(
+            ArtifactStore(Path(values["store"])),
+            make_recipe(values["recipe"], values["base"]),
+            [Todo.from_dict(item) for item in values["tasks"]],
+            frozenset(values["stream"]),
+            tuple(values["tracked"]),
+        )
 
 
 _OPTIONS: dict[str, Any] = {
@@ -50,44 +66,43 @@ _OPTIONS: dict[str, Any] = {
 
 
 @task(name="encode", **_OPTIONS)
-def encode_task(title: str, work: dict[str, Any]) -> str:
+def encode_task(title: str, work: str) -> str:
     """Tokenize some shards."""
-    store, recipe = _setting(work)
-    facts = read_facts(recipe)
-    tokenizer = load_tokenizer(facts.folder, recipe.model.trust_remote_code)
-    encode(store, recipe, facts, tokenizer, [item.shard for item in _tasks(work)], _report("encode"))
+    told = _Work.of(work)
+    facts = read_facts(told.recipe)
+    tokenizer = load_tokenizer(facts.folder, told.recipe.model.trust_remote_code)
+    encode(told.store, told.recipe, facts, tokenizer, [item.shard for item in told.todo], _report("encode"))
     return title
 
 
 @task(name="capture", **_OPTIONS)
-def capture_task(title: str, work: dict[str, Any]) -> str:
+def capture_task(title: str, work: str) -> str:
     """Capture some shards' residuals."""
-    store, recipe = _setting(work)
-    model = shared_model(recipe, read_facts(recipe))
-    for item in _tasks(work):
-        capture(store, recipe, model, item.shard, item.cells, _report("capture"))
+    told = _Work.of(work)
+    model = shared_model(told.recipe, read_facts(told.recipe))
+    for item in told.todo:
+        capture(told.store, told.recipe, model, item.shard, item.cells, _report("capture"))
     return title
 
 
 @task(name="read", **_OPTIONS)
-def read_task(title: str, work: dict[str, Any]) -> str:
+def read_task(title: str, work: str) -> str:
     """Read some shards out, from stored residuals or while capturing."""
-    store, recipe = _setting(work)
-    model = shared_model(recipe, read_facts(recipe))
-    for item in _tasks(work):
-        stream = item.shard.index in work["stream"]
-        read(store, recipe, model, item.shard, item.cells, tuple(work["tracked"]), stream, _report("read"))
+    told = _Work.of(work)
+    model = shared_model(told.recipe, read_facts(told.recipe))
+    for item in told.todo:
+        stream = item.shard.index in told.stream
+        read(told.store, told.recipe, model, item.shard, item.cells, told.tracked, stream, _report("read"))
     return title
 
 
 @task(name="assemble", **_OPTIONS)
-def assemble_task(title: str, work: dict[str, Any]) -> str:
+def assemble_task(title: str, work: str) -> str:
     """Put all readouts into one dataset."""
-    store, recipe = _setting(work)
-    plan = make_plan(recipe)
-    tokenizer = load_tokenizer(plan.facts.folder, recipe.model.trust_remote_code)
-    tracked = tuple(work["tracked"])
-    assemble(store, recipe, plan.facts, tokenizer, plan.sites, plan.shards, tracked, _report("assemble"))
+    told = _Work.of(work)
+    plan = make_plan(told.recipe)
+    tokenizer = load_tokenizer(plan.facts.folder, told.recipe.model.trust_remote_code)
+    assemble(told.store, told.recipe, plan.facts, tokenizer, plan.sites, plan.shards, told.tracked, _report("assemble"))
     return title
 
 

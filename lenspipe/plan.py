@@ -222,8 +222,8 @@ def require_room(plan: Plan) -> None:
     needed, free = plan.bytes_to_write(), shutil.disk_usage(store.root).free
     if needed > free:
         raise StoreError(
-            f"the run needs about {needed / 2**30:.1f} GiB under {store.root}, and {free / 2**30:.1f} GiB are free: make "
-            'room, choose fewer layers, or set capture.residuals to "stream"'
+            f"the run needs about {needed / 2**30:.1f} GiB under {store.root}, and {free / 2**30:.1f} GiB are free: "
+            'make room, choose fewer layers, or set capture.residuals to "stream"'
         )
 
 
@@ -282,7 +282,9 @@ def _read_corpus(recipe: Recipe) -> _Corpus:
         if not document.characters:
             raise RequestError(f"{document.origin}: the document is empty; remove it")
     if not corpus.contents:
-        raise RequestError(f"the corpus is empty: {', '.join(recipe.corpus.source) or recipe.corpus.hub} has no documents")
+        raise RequestError(
+            f"the corpus is empty: {', '.join(recipe.corpus.source) or recipe.corpus.hub} has no documents"
+        )
     return corpus
 
 

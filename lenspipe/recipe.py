@@ -152,9 +152,9 @@ class Recipe(_Group):
 
     model: Model
     corpus: Corpus
-    capture: Capture = Capture()  # type: ignore[call-arg]  # pydantic fields with Field() defaults
-    read: Read = Read()  # type: ignore[call-arg]  # pydantic fields with Field() defaults
-    run: Run = Run()  # type: ignore[call-arg]  # pydantic fields with Field() defaults
+    capture: Capture = Capture()
+    read: Read = Read()
+    run: Run = Run()
     base: str = Field(".", exclude=True)
 
     @property

@@ -73,7 +73,8 @@ def corpus_files(recipe: Recipe) -> list[Path]:
     files: list[Path] = []
     for name in recipe.corpus.source:
         pattern = str(recipe.path(name))
-        found = [Path(pattern)] if Path(pattern).is_file() else sorted(map(Path, glob.glob(pattern, recursive=True)))
+        matches = glob.glob(pattern, recursive=True)  # noqa: PTH207 -- Path.glob takes no absolute pattern
+        found = [Path(pattern)] if Path(pattern).is_file() else sorted(map(Path, matches))
         if not (found := [path for path in found if path.is_file()]):
             raise RequestError(f"corpus.source {name!r}: no file there (looked at {pattern})")
         files += found

@@ -17,6 +17,12 @@ from lenspipe.errors import RequestError
 BUFFERS = 4
 """Blocks of R x V float32 that are alive at once: logits, the last layer's log-probabilities, two of scratch."""
 
+BLOCK_BYTES = 2**25
+"""Size of one such block that reads fastest: larger ones are returned to the system and cleared again each time."""
+
+FEWEST_ROWS = 64
+"""Rows below which the product itself slows down, whatever the block's size."""
+
 
 @dataclass(frozen=True, slots=True)
 class Arithmetic:
@@ -75,7 +81,7 @@ class Request:
 
 
 def rows_per_block(budget: int, head: Head, n_states: int) -> int:
-    """Count the rows that may be read at once.
+    """Count the rows to read at once: as many as read fastest, and no more than the budget allows.
 
     Args:
         budget: bytes.
@@ -88,7 +94,7 @@ def rows_per_block(budget: int, head: Head, n_states: int) -> int:
     row = 4 * (BUFFERS * head.vocab_size + n_states * head.weight_VD.shape[1])
     if budget < row:
         raise RequestError(f"run.memory is {budget} bytes, but one row of logits takes {row}: allow more")
-    return int(budget // row)
+    return min(budget // row, max(FEWEST_ROWS, BLOCK_BYTES // (4 * head.vocab_size)))
 
 
 def logits(head: Head, normed_RD: Tensor) -> Tensor:

@@ -56,4 +56,4 @@ def _remember(memory: dict[str, str]) -> None:
     handle, draft = tempfile.mkstemp(dir=folder, prefix="digests-")
     with os.fdopen(handle, "w", encoding="utf-8") as file:
         json.dump(memory, file, indent=0, sort_keys=True)
-    os.replace(draft, folder / "digests.json")
+    Path(draft).replace(folder / "digests.json")

@@ -123,7 +123,7 @@ def read_facts(recipe: Recipe) -> ModelFacts:
     folder = find_checkpoint(recipe)
     name = Path(recipe.model.source).name if folder != Path(recipe.model.source) else folder.name
     config = _config(folder, name)
-    text = config.get("text_config") if isinstance(config.get("text_config"), dict) else config
+    text: dict[str, Any] = config["text_config"] if isinstance(config.get("text_config"), dict) else config
     _refuse_other_kinds(config, name)
     weights = [path for pattern in WEIGHTS for path in folder.glob(pattern)]
     if any(path.suffix == ".safetensors" for path in weights):
@@ -134,7 +134,7 @@ def read_facts(recipe: Recipe) -> ModelFacts:
     if not tokenizer:
         raise ModelError(f"model {name}: {folder} has no tokenizer; save the model's tokenizer there")
     code = folder.glob("*.py") if recipe.model.trust_remote_code else ()
-    dtype = recipe.model.dtype
+    dtype: str = recipe.model.dtype
     if dtype == "auto":
         dtype = str(text.get("dtype") or text.get("torch_dtype") or config.get("dtype") or config.get("torch_dtype"))
         dtype = dtype.removeprefix("torch.") if dtype != "None" else "float32"
@@ -170,7 +170,9 @@ def _refuse_other_kinds(config: Mapping[str, Any], name: str) -> None:
         raise ModelError(f"{found}, an encoder-decoder: the logit lens reads decoder-only language models")
     if kinds and not any(_CAUSAL.search(kind) for kind in kinds):
         masked = any("MaskedLM" in kind or "PreTraining" in kind for kind in kinds)
-        reason = "an encoder" if masked else "a checkpoint without a language-model head, which would be made up at random"
+        reason = (
+            "an encoder" if masked else "a checkpoint without a language-model head, which would be made up at random"
+        )
         raise ModelError(f"{found}, {reason}: name a checkpoint saved from a ...ForCausalLM class")
 
 

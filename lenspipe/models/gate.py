@@ -107,7 +107,7 @@ def prove(
 
 def _logits(model: Any, ids: Tensor) -> Tensor:
     with torch.no_grad():
-        logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
+        logits: Tensor = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
     return logits.float().reshape(-1, logits.shape[-1])
 
 
@@ -119,12 +119,16 @@ def _difference(ours: Tensor, theirs: Tensor) -> float:
 
 
 def _refusal(name: str, tried: Sequence[GateFigures]) -> str:
-    lines = [f"the lens of the last state is not the logits of {name}, so every readout would be wrong; refused."]
-    for figures in tried:
-        lines.append(
-            f"  with {' -> '.join(figures.chain) or 'no final norm'} -> unembedding -> arithmetic {figures.arithmetic}: "
-            f"logits differ by {figures.difference:.2g} of the largest, amplified logits by "
-            f"{figures.amplified_difference:.2g}; expected at most {figures.tolerance:g} ({figures.dtype})"
-        )
-    lines.append("The model does something after its last block that lenspipe does not know; please report the model.")
-    return "\n".join(lines)
+    findings = [
+        f"  with {' -> '.join(found.chain) or 'no final norm'} -> unembedding -> arithmetic {found.arithmetic}: "
+        f"logits differ by {found.difference:.2g} of the largest, amplified logits by "
+        f"{found.amplified_difference:.2g}; expected at most {found.tolerance:g} ({found.dtype})"
+        for found in tried
+    ]
+    return "\n".join(
+        [
+            f"the lens of the last state is not the logits of {name}, so every readout would be wrong; refused.",
+            *findings,
+            "The model does something after its last block that lenspipe does not know; please report the model.",
+        ]
+    )

@@ -3,11 +3,11 @@
 Dequantising takes half a minute at each start; the folder opens in a second and holds the same float32 numbers.
 """
 
-import os
 import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from lenspipe.errors import ModelError
 from lenspipe.models.facts import gguf_folder
@@ -32,16 +32,18 @@ def convert(path: Path, say: Callable[[str], None]) -> Path:
     draft = Path(tempfile.mkdtemp(dir=folder.parent, prefix="draft-"))
     try:
         tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-        model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype="float32")
+        model: Any = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype="float32")
         if packed := [name for name, weight in model.state_dict().items() if weight.dtype != torch.float32]:
-            raise ModelError(f"{packed[0]} was not dequantised: uninstall the package kernels, which keeps weights packed")
+            raise ModelError(
+                f"{packed[0]} was not dequantised: uninstall the package kernels, which keeps weights packed"
+            )
         # The weights are plain float32 now; a model that still says "quantised" would neither save nor load.
         model.hf_quantizer = None
         if hasattr(model.config, "quantization_config"):
             del model.config.quantization_config
         model.save_pretrained(draft)
         tokenizer.save_pretrained(draft)
-        os.rename(draft, folder)
+        draft.rename(folder)
     except Exception as error:  # transformers raises many kinds for a file it cannot read
         shutil.rmtree(draft, ignore_errors=True)
         if (folder / "config.json").is_file():  # another process was quicker

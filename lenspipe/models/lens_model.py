@@ -6,7 +6,7 @@ Residual: a state, [rows, d_model]. Unembed: final norm, unembedding, bias, and 
 
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from threading import Lock
 from typing import Any
@@ -93,7 +93,7 @@ class LensModel:
         return read_states(self.hf, self.structure.blocks, sites, ids_BS.to(device), mask_BS.to(device))
 
 
-class _Enough(Exception):
+class _EnoughError(Exception):
     """Raised by a hook to end the forward pass once the last site has been read."""
 
 
@@ -102,11 +102,8 @@ def read_states(
 ) -> dict[Site, Tensor]:
     """Run a model up to the deepest of the sites and return its states there."""
     found: dict[Site, Tensor] = {}
-    with _hooks(blocks, sites, found), torch.no_grad():
-        try:
-            hf(input_ids=ids_BS, attention_mask=mask_BS, use_cache=False)
-        except _Enough:
-            pass
+    with _hooks(blocks, sites, found), torch.no_grad(), suppress(_EnoughError):
+        hf(input_ids=ids_BS, attention_mask=mask_BS, use_cache=False)
     if missing := [site.name for site in sites if site not in found]:
         raise ModelError(f"{type(hf).__name__} ran without passing {', '.join(missing)}: it cannot be read there")
     return found
@@ -121,7 +118,7 @@ def _hooks(blocks: Sequence[nn.Module], sites: Sequence[Site], found: dict[Site,
             raise ModelError(f"block {site.block} passes no tensor at {site.name}: it cannot be read there")
         found[site] = state
         if site == deepest:
-            raise _Enough
+            raise _EnoughError
 
     handles = []
     for site in sites:
@@ -153,11 +150,12 @@ def open_model(hf: Any, facts: ModelFacts) -> LensModel:
         GateError: the proof failed.
     """
     hf.eval()
-    weight = hf.get_input_embeddings().weight
+    weight: Any = hf.get_input_embeddings().weight
     structure = find_structure(hf, facts.n_blocks, weight.shape[0])
-    bias = getattr(structure.head, "bias", None)
+    unembedding: Any = structure.head
+    bias = getattr(unembedding, "bias", None)
     head = Head(
-        weight_VD=structure.head.weight.detach().float(),
+        weight_VD=unembedding.weight.detach().float(),
         bias_V=None if bias is None else bias.detach().float(),
         arithmetic=Arithmetic(),
     )
@@ -203,14 +201,14 @@ def load_model(recipe: Recipe, facts: ModelFacts) -> LensModel:
     transformers.utils.logging.disable_progress_bar()
     logging.getLogger("transformers").setLevel(logging.ERROR)
     try:
-        hf, report = transformers.AutoModelForCausalLM.from_pretrained(
+        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
             facts.folder,
             dtype=facts.dtype,
             trust_remote_code=recipe.model.trust_remote_code,
             output_loading_info=True,
             **attention,
         )
-        hf = hf.to(device)
+        hf, report = loaded[0].to(device), loaded[1]
     except Exception as error:  # transformers raises many kinds
         raise ModelError(f"cannot load model {facts.name} from {facts.folder}: {error}") from error
     if missing := sorted(report["missing_keys"]):

@@ -1,4 +1,4 @@
-"""Tokenizer: text to token ids and back, as the checkpoint's own tokenizer does it, with the rule for BOS made plain."""
+"""Tokenizer: text to token ids and back, as the checkpoint's own does it, with the rule for BOS made plain."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -91,7 +91,9 @@ class Tokenizer:
         ids = self.pieces(token)
         if len(ids) != 1:
             names = ", ".join(f"{self.hf.decode([i])!r} ({i})" for i in ids) or "nothing"
-            hint = "" if token.startswith(" ") or len(self.pieces(" " + token)) != 1 else f" {' ' + token!r} is one token."
+            hint = (
+                "" if token.startswith(" ") or len(self.pieces(" " + token)) != 1 else f" {' ' + token!r} is one token."
+            )
             raise RequestError(f"tracked token {token!r} is {len(ids)} tokens: {names}; name one of them.{hint}")
         return ids[0]
 

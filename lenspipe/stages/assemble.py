@@ -117,7 +117,11 @@ class _ShardTable:
 
 
 def _small_variables(
-    recipe: Recipe, sites: Sequence[Site], tables: Sequence[_ShardTable], vocabulary: list[str], tracked: tuple[int, ...]
+    recipe: Recipe,
+    sites: Sequence[Site],
+    tables: Sequence[_ShardTable],
+    vocabulary: list[str],
+    tracked: tuple[int, ...],
 ) -> dict[str, tuple[tuple[str, ...], Any]]:
     def rows(name: str) -> Any:
         return np.concatenate([getattr(table.rows, name) for table in tables])
@@ -144,7 +148,9 @@ def _small_variables(
     if recipe.read.answer:
         for name in ("answer_id", "answer_length"):
             small[name] = np.concatenate([getattr(table.tokens, name) for table in tables])
-    placed = {name: (BY_NAME[name].dims, values) for name, values in small.items()}
+    placed: dict[str, tuple[tuple[str, ...], Any]] = {
+        name: (BY_NAME[name].dims, values) for name, values in small.items()
+    }
     for name in recipe.columns:
         placed[name] = (("document",), object_array([v for table in tables for v in table.columns[name]]))
     return placed
@@ -171,7 +177,9 @@ def _attributes(
         "model": facts.name,
         "recipe": json.dumps(recipe.as_dict()),
         "key": key,
-        "keys": json.dumps({"encode": [shard.encode for shard in shards], "read": "see manifest.json beside this store"}),
+        "keys": json.dumps(
+            {"encode": [shard.encode for shard in shards], "read": "see manifest.json beside this store"}
+        ),
         "stage_versions": json.dumps(VERSION),
         "digests": json.dumps({"model": facts.digest, "tokenizer": facts.tokenizer_digest}),
         "gate": json.dumps(gate),

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lenspipe.errors import NonFiniteError
 from lenspipe.grid import Site
-from lenspipe.kernels.windows import Rows, TokenShard, select_rows
+from lenspipe.kernels.windows import Index, Rows, TokenShard, select_rows
 from lenspipe.models.lens_model import LensModel
 from lenspipe.recipe import Recipe
 from lenspipe.stages.encode import load_tokens
@@ -106,7 +106,7 @@ def captured_batches(
         yield kept
 
 
-def padded(tokens: TokenShard, batch: Sequence[int]) -> tuple[Tensor, Tensor]:
+def padded(tokens: TokenShard, batch: Index) -> tuple[Tensor, Tensor]:
     """Lay sequences side by side, padded on the right: ids and mask, int64 [batch, longest]."""
     ids = np.zeros((len(batch), int(tokens.length[batch].max())), dtype=np.int64)
     mask = np.zeros_like(ids)

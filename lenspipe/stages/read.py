@@ -65,7 +65,9 @@ def read(
         blocks = _regroup(batches, height)
     else:
         blocks = _stored_blocks(store, dict(zip(sites, needed.values(), strict=True)), len(rows), height, report)
-    readouts = read_blocks(model, tokens, rows, request, dict(zip(sites_of(cells, model.facts), cells, strict=True)), blocks)
+    readouts = read_blocks(
+        model, tokens, rows, request, dict(zip(sites_of(cells, model.facts), cells, strict=True)), blocks
+    )
     for cell in cells:
         final = shard.final.capture if shard.final else None
         with store.publish("read", cell.read, read_inputs(recipe, cell.capture, final, shard.answers)) as draft:

@@ -11,7 +11,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -92,7 +92,11 @@ class ArtifactStore:
         """
         folder, manifest = self.path(stage, key), self.manifest(stage, key)
         whole = manifest is not None and self.is_whole(stage, key)
-        if manifest is None or not whole or (deep and any(_crc(folder / n) != crc for n, (_, crc) in manifest.files.items())):
+        if (
+            manifest is None
+            or not whole
+            or (deep and any(_crc(folder / n) != crc for n, (_, crc) in manifest.files.items()))
+        ):
             raise self.set_aside(stage, key)
         return folder, manifest
 
@@ -103,10 +107,8 @@ class ArtifactStore:
             return DamagedArtifactError(f"{stage} artifact {key[:12]} is not in {self.root}: run again to redo it")
         aside = self.root / "damaged" / f"{stage}-{key}-{uuid.uuid4().hex[:8]}"
         aside.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            os.rename(folder, aside)
-        except FileNotFoundError:  # another run was quicker
-            pass
+        with suppress(FileNotFoundError):  # another run was quicker
+            folder.rename(aside)
         return DamagedArtifactError(f"{stage} artifact {key[:12]} is damaged; set aside as {aside}, to be redone")
 
     @contextmanager
@@ -145,13 +147,13 @@ class ArtifactStore:
 
     def _move(self, draft: Path, target: Path, stage: str, key: str) -> None:
         try:
-            os.rename(draft, target)
+            draft.rename(target)
         except OSError:
             if self.is_whole(stage, key):  # another run published it; same key, same content
                 return
             if target.exists():
                 self.set_aside(stage, key)
-            os.rename(draft, target)
+            draft.rename(target)
         _sync(target.parent)
 
     def require_writable(self) -> None:

@@ -1,7 +1,7 @@
 """Dataset store: one Zarr format 3 group that xarray opens without lenspipe.
 
-Small variables first, then the readouts in whole chunks, then a count of the chunks, then metadata consolidated once. The folder is a draft
-of the artifact store until all that is done.
+Small variables first, then the readouts in whole chunks, then a count of the chunks, then metadata consolidated.
+The folder is a draft of the artifact store until all that is done.
 """
 
 import warnings
@@ -65,9 +65,9 @@ class DatasetWriter:
             attrs=dict(attributes),
         )
         encoding: dict[str, dict[str, Any]] = {str(name): {"_FillValue": None} for name in dataset.variables}
-        for name, variable in dataset.variables.items():
-            if variable.dtype.kind in "iufb":
-                chunks = tuple(min(max(size, 1), 16 * CHUNK_TOKENS) for size in variable.shape)
+        for name, stored in dataset.variables.items():
+            if stored.dtype.kind in "iufb":
+                chunks = tuple(min(max(size, 1), 16 * CHUNK_TOKENS) for size in stored.shape)
                 encoding[str(name)] |= {"compressors": _COMPRESSORS, "chunks": chunks}
         dataset.to_zarr(self.path, zarr_format=3, consolidated=False, write_empty_chunks=True, encoding=encoding)
         for variable in large:

@@ -1,0 +1,1 @@
+"""Flows: deployable entry points, when and where the pipeline runs."""

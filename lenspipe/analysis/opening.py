@@ -1,0 +1,39 @@
+"""Opening: a finished dataset with the indexes that make it easy to ask."""
+
+from pathlib import Path
+
+import xarray as xr
+
+from lenspipe.errors import RequestError, StoreError
+
+
+def open_dataset(path: Path | str) -> xr.Dataset:
+    """Open a dataset, lazily, with lookup by layer, site, document and position.
+
+    Args:
+        path: the Zarr store that `lenspipe run` printed.
+
+    Returns:
+        The dataset. `ds.sel(layer=11)`, `ds.sel(site="resid_post.10")` and `ds.sel(document=3, position=0)` look up;
+        `ds.lens` asks the usual questions.
+
+    Raises:
+        RequestError: nothing there, or not a dataset of lenspipe.
+        StoreError: it cannot be read.
+    """
+    path = Path(path)
+    if not (path / "zarr.json").is_file():
+        raise RequestError(
+            f"no dataset at {path}: give the path that `lenspipe run` prints, which ends in dataset.zarr"
+        )
+    try:
+        ds = xr.open_zarr(path, chunks=None)
+    except Exception as error:  # zarr and xarray raise many kinds for a damaged store
+        raise StoreError(f"cannot open {path}: {error}") from error
+    if missing := {"layer", "site", "document", "position", "input_id"} - set(ds.variables):
+        raise RequestError(f"{path} is a Zarr store but no dataset of lenspipe: it has no {', '.join(sorted(missing))}")
+    small = [name for name in ds.variables if "layer" not in ds[name].dims or ds[name].dims == ("layer",)]
+    for name in small:
+        ds[name].load()
+    indexed: xr.Dataset = ds.set_xindex("site").set_xindex(["document", "position"])
+    return indexed
