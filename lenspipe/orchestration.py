@@ -204,12 +204,12 @@ class Sender:
         return future
 
 
-def wait(futures: Futures) -> None:
-    """Wait for all tasks; then raise the error of the first that failed, in the order of submission."""
-    unique = {id(future): future for future in futures.values()}
-    for future in unique.values():
+def wait(*stages: Futures) -> None:
+    """Wait for all tasks; then raise the error of the first that failed, in the order of the stages."""
+    futures = {id(future): future for stage in stages for future in stage.values()}
+    for future in futures.values():
         future.wait()
-    for future in unique.values():
+    for future in futures.values():
         future.result()
 
 

@@ -124,7 +124,7 @@ def lens_flow(name: str, recipe: dict[str, Any], base: str) -> str:
     send = Sender(plan, tracked)
     wait(send.batches(encode_task, plan.encode, most=4 * plan.recipe.run.workers))
     captured = send.batches(capture_task, plan.capture)
-    wait(captured | send.batches(read_task, plan.read, after=captured))
+    wait(captured, send.batches(read_task, plan.read, after=captured))
     if plan.assemble:
         wait({0: send.one(assemble_task, "dataset", (), [("assemble", plan.dataset)])})
     return str(plan.dataset_path)

@@ -151,6 +151,14 @@ def test_no_shard_takes_another_document_once_it_holds_twice_the_size(documents,
         assert sum(length for length, _ in documents[start : stop - 1]) < 2 * size
 
 
+def test_a_shard_that_no_digest_ends_is_cut_at_twice_the_size():
+    assert cut_shards([(10, b"\xff" * 32)] * 47, 100) == [20, 40, 47]
+
+
+def test_a_shard_that_every_digest_ends_is_cut_at_half_the_size():
+    assert cut_shards([(10, bytes(32))] * 12, 100) == [5, 10, 12]
+
+
 @given(DOCUMENTS, DOCUMENTS, SIZES)
 def test_appended_documents_leave_all_but_the_last_shard(documents, more, size):
     before, after = cut_shards(documents, size), cut_shards(documents + more, size)

@@ -109,6 +109,8 @@ def _chain(calls: list[Call], last_block: nn.Module, head: nn.Module) -> tuple[n
     inside = {id(module) for module in last_block.modules()}
     at = max(i for i, call in enumerate(calls) if id(call.module) in inside)
     state = next(call.returned for call in calls if call.module is last_block)
+    if state is not None and not torch.isfinite(state).all():
+        raise ModelError("the last block's output holds NaN or infinity on a probe text: the weights are broken")
     chain: list[nn.Module] = []
     for call in calls[at + 1 :]:
         if not _same(call.given, state):

@@ -57,7 +57,7 @@ def capture(
             attributes = {"site": site.name, "layer": site.layer, "model": model.facts.name, "dtype": model.facts.dtype}
             draft.attributes.update(attributes, gate=model.gate.as_dict(), rows=len(rows))
             writers[site] = ResidualWriter(draft.folder, rows.reading_order, model.facts.d_model, container, attributes)
-        for batch in captured_batches(model, tokens, rows, sites, recipe.run.batch_tokens, report):
+        for batch in captured_batches(model, tokens, rows, sites, recipe.run.batch_tokens, report, shard.start):
             for site, writer in writers.items():
                 writer.append(batch[site].to(torch.float16 if container == "float16" else torch.float32).cpu().numpy())
         for writer in writers.values():
@@ -71,8 +71,11 @@ def captured_batches(
     sites: Sequence[Site],
     batch_tokens: int,
     report: Callable[[int], None],
+    first_document: int = 0,
 ) -> Iterator[dict[Site, Tensor]]:
     """Run the model over a shard and yield the kept rows of each batch, in reading order.
+
+    `first_document` is the number of the shard's first document in the corpus, for messages.
 
     Yields:
         Per site, [rows, d_model] in the model's dtype, on its device.
@@ -98,8 +101,8 @@ def captured_batches(
             if not finite.all():
                 row = rows.reading_order[done + int((~finite).nonzero()[0, 0])]
                 raise NonFiniteError(
-                    f"{site.name} is not finite at position {rows.position[row]} of the shard's document "
-                    f"{rows.document[row]} ({int((~finite).sum())} such rows in this batch, {model.facts.dtype}): "
+                    f"{site.name} is not finite at position {rows.position[row]} of document "
+                    f"{first_document + rows.document[row]} ({int((~finite).sum())} such rows in this batch, {model.facts.dtype}): "
                     "a wider model.dtype may help; remove the document otherwise"
                 )
         done += count

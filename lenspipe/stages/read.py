@@ -61,7 +61,7 @@ def read(
     needed = {cell.site: cell for cell in (*cells, *([shard.final] if shard.final else []))}
     sites = sites_of(needed.values(), model.facts)
     if stream:
-        batches = captured_batches(model, tokens, rows, sites, recipe.run.batch_tokens, report)
+        batches = captured_batches(model, tokens, rows, sites, recipe.run.batch_tokens, report, shard.start)
         blocks = _regroup(batches, height)
     else:
         blocks = _stored_blocks(store, dict(zip(sites, needed.values(), strict=True)), len(rows), height, report)

@@ -235,9 +235,7 @@ def test_special_tokens_keep_their_mark(documents, positions):
 def test_rows_in_reading_order_follow_their_sequences_longest_first(documents, positions):
     shard = shard_of(documents)
     rows = select_rows(shard, positions)
-    expected = sorted(
-        range(len(rows)), key=lambda r: (-shard.length[rows.owner[r]], rows.owner[r], rows.column[r])
-    )
+    expected = sorted(range(len(rows)), key=lambda r: (-shard.length[rows.owner[r]], rows.owner[r], rows.column[r]))
     assert rows.reading_order.tolist() == expected
 
 
