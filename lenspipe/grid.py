@@ -51,7 +51,7 @@ def parse_site(name: str, n_blocks: int) -> Site:
         near = difflib.get_close_matches(kind, KINDS, n=1, cutoff=0.4)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise RequestError(f"unknown site {name!r}: the kinds are {', '.join(KINDS)}.{hint}")
-    if not number.isdecimal() or int(number) >= n_blocks:
+    if not (number.isascii() and number.isdecimal()) or int(number) >= n_blocks:
         raise RequestError(
             f"unknown site {name!r}: this model has {n_blocks} blocks, so write {kind}.0 to {kind}.{n_blocks - 1}"
         )
@@ -92,7 +92,7 @@ def select_sites(sites: Sequence[str] | None, layers: Sequence[int] | None, n_bl
                 "leave capture.sites out, or add the site"
             )
         chosen = [site for site in chosen if site.layer in depths]
-    return tuple(sorted(chosen, key=lambda site: site.layer))
+    return tuple(sorted(dict.fromkeys(chosen), key=lambda site: site.layer))
 
 
 def _depth(layer: int, n_blocks: int) -> float:

@@ -23,7 +23,7 @@ def canonical_json(value: Any) -> str:
 
     Raises:
         TypeError: the value, or one inside it, has no canonical spelling.
-        ValueError: a float is NaN or infinite.
+        ValueError: a float is NaN or infinite, or a text is not Unicode.
     """
     _check(value, "value")
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
@@ -31,7 +31,10 @@ def canonical_json(value: Any) -> str:
 
 def _check(value: Any, where: str) -> None:
     kind = type(value)
-    if value is None or kind in (bool, int, str):
+    if value is None or kind in (bool, int):
+        return
+    if kind is str:
+        value.encode()  # a lone surrogate has no spelling
         return
     if kind is float:
         if not math.isfinite(value):

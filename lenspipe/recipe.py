@@ -5,6 +5,7 @@ that can change a number does. This module reads no corpus and knows no model.
 """
 
 import difflib
+import os
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -29,7 +30,10 @@ def _bytes(value: Any) -> Any:
     found = re.fullmatch(r"([0-9.]+)\s*([A-Za-z]*)", value.strip())
     if not found or found[2] not in _UNITS or found[1].count(".") > 1 or found[1] == ".":
         raise ValueError(f"{value!r} is no amount of memory: write bytes, or a number with KiB, MiB or GiB")
-    return int(float(found[1]) * _UNITS[found[2]])
+    amount = float(found[1]) * _UNITS[found[2]]
+    if amount > 2**60:
+        raise ValueError(f"{value[:20]!r} ... is more memory than there is")
+    return int(amount)
 
 
 class _Group(BaseModel):
@@ -57,14 +61,18 @@ class Corpus(_Group):
         default=[],
         description=".txt, .jsonl, .csv or .parquet files or globs, also as .gz or .zst",
     )
-    hub: str | None = Field(None, description="name of a data set for datasets.load_dataset, instead of source")
+    hub: str | None = Field(
+        None, min_length=1, description="name of a data set for datasets.load_dataset, instead of source"
+    )
     hub_config: str | None = Field(None, description="the data set's configuration")
     split: str = Field("train", description="the data set's split")
     revision: str | None = Field(None, description="the data set's revision")
     unit: Literal["file", "paragraph", "line"] = Field("file", description="what one document is in a .txt file")
     text: str = Field("text", description="the column that holds the text")
     messages: str | None = Field(
-        None, description="a column of chat messages, put through the tokenizer's chat template, instead of text"
+        None,
+        min_length=1,
+        description="a column of chat messages, put through the tokenizer's chat template, instead of text",
     )
     columns: list[str] = Field(default=[], description="columns to keep, as coordinates on document")
     limit: int | None = Field(None, ge=1, description="read only the first so many documents")
@@ -123,7 +131,9 @@ class Read(_Group):
     tracked: list[str | int] = Field(
         default=[], description="tokens, by string or id, whose logit and rank are kept at every position"
     )
-    answer: str | None = Field(None, description="a column with each document's answer, tracked in that document")
+    answer: str | None = Field(
+        None, min_length=1, description="a column with each document's answer, tracked in that document"
+    )
     answer_prefix: str = Field(" ", description="put before the answer, unless it begins with white space")
 
 
@@ -176,7 +186,11 @@ class Recipe(_Group):
 
     def path(self, name: str) -> Path:
         """Find a path as this recipe means it: relative to the recipe's folder, with ~ expanded."""
-        return Path(self.base, Path(name).expanduser()).resolve()
+        try:
+            # Not Path.resolve: a link keeps the name it has, whose ending says what it holds.
+            return Path(os.path.abspath(Path(self.base, Path(name).expanduser())))  # noqa: PTH100
+        except RuntimeError as error:
+            raise RequestError(f"the path {name!r} cannot be found: {error}") from None
 
     def as_dict(self) -> dict[str, Any]:
         """All groups as plain values, defaults filled in."""
@@ -213,6 +227,10 @@ def make_recipe(values: Mapping[str, Any], base: Path | str = ".", origin: str =
     Raises:
         RequestError: lists every problem, with the nearest known name for an unknown one.
     """
+    if "base" in values:
+        raise RequestError(
+            f"{origin} is not a valid recipe:\n  base: unknown name; known are {', '.join(_known_names(()))}"
+        )
     try:
         return Recipe.model_validate({**values, "base": str(Path(base).resolve())})
     except ValidationError as error:
@@ -235,7 +253,8 @@ def _override(values: dict[str, Any], override: str) -> None:
 
 
 def _explain(problem: Any) -> str:
-    location = [str(part) for part in problem["loc"] if not _is_union_branch(part)]
+    whole = [str(part) for part in problem["loc"]]
+    location = [*whole[:2], *(part for part in whole[2:] if not _is_union_branch(part))]
     name = ".".join(location)
     if problem["type"] == "extra_forbidden":
         known = _known_names(location[:-1])
@@ -254,8 +273,9 @@ def _explain(problem: Any) -> str:
     return f"{name or 'recipe'}: {problem['msg'].removeprefix('Value error, ')}{found}"
 
 
-def _is_union_branch(part: str | int) -> bool:
-    return isinstance(part, str) and ("[" in part or part in ("str", "int"))
+def _is_union_branch(part: str) -> bool:
+    """Tell whether pydantic names a branch of a union here, which a reader of the recipe never wrote."""
+    return "[" in part or part in ("str", "int")
 
 
 def _known_names(location: Sequence[str]) -> list[str]:

@@ -23,6 +23,7 @@ def lenspipe(*words: str, **environment: str) -> subprocess.CompletedProcess[str
     return subprocess.run(
         [LENSPIPE, *words],
         capture_output=True,
+        check=False,
         text=True,
         timeout=300,
         env={**os.environ, "COLUMNS": "200", **environment},
@@ -65,12 +66,16 @@ def test_a_run_keeps_prefect_to_itself(first: subprocess.CompletedProcess[str], 
 
 def test_a_second_run_says_that_all_is_cached_and_loads_nothing(dataset: str, store: str) -> None:
     code = (
-        "import sys; from lenspipe.cli import main; sys.argv[1:] = sys.argv[1:]\n"
+        "import sys; from lenspipe.cli import main\n"
         "try: main()\n"
-        "except SystemExit as end: print(end.code, *[m for m in ('torch', 'transformers', 'prefect') if m in sys.modules])"
+        "except SystemExit as end:\n"
+        "    print(end.code, *[m for m in ('torch', 'transformers', 'prefect') if m in sys.modules])"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, "run", TINY, "--set", f"run.store={store}"], capture_output=True, text=True
+        [sys.executable, "-c", code, "run", TINY, "--set", f"run.store={store}"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert "everything is cached" in done.stderr
     assert done.stdout.splitlines()[-2:] == [dataset, "0"]
@@ -81,10 +86,10 @@ def test_these_never_import_torch(dataset: str, store: str, words: tuple[str, ..
     code = (
         "import sys; from lenspipe.cli import main\n"
         "try: main()\n"
-        "except SystemExit as end: print('torch' in sys.modules, 'transformers' in sys.modules, 'prefect' in sys.modules)"
+        "except SystemExit: print(*[m in sys.modules for m in ('torch', 'transformers', 'prefect')])"
     )
     given = [word.format(dataset=dataset) for word in words]
-    done = subprocess.run([sys.executable, "-c", code, *given], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code, *given], capture_output=True, text=True, check=False)
     assert done.stdout.splitlines()[-1] == "False False False", done.stderr
 
 
@@ -158,9 +163,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         num_hidden_layers=1,
         num_attention_heads=2,
         intermediate_size=16,
-        is_decoder=True,
     )
-    transformers.BertLMHeadModel(bert).save_pretrained(copy("head with a transform", "model", "config"))
+    transformers.BertLMHeadModel(bert).save_pretrained(copy("both ways", "model", "config"))
     return {path.name: str(path) for path in root.iterdir()}
 
 
@@ -242,18 +246,6 @@ def test_a_store_that_cannot_be_written_is_a_failed_run(tmp_path: Path) -> None:
     refused([], "cannot be written", status=1, store=str(tmp_path / "file/store"))
 
 
-def test_a_full_disk_is_a_failed_run_and_loses_nothing(dataset: str, store: str) -> None:
-    """A file-size limit makes every larger write fail, as a full disk does."""
-    before = sorted(Path(store).glob("[cer]*/*/*/manifest.json"))
-    words = f"ulimit -f 4; exec '{LENSPIPE}' run '{TINY}' --set run.store='{store}' --set model.dtype=bfloat16"
-    done = subprocess.run(["bash", "-c", f"trap '' XFSZ; {words}"], capture_output=True, text=True)
-    assert done.returncode == 1
-    assert sorted(Path(store).glob("[cer]*/*/*/manifest.json"))[: len(before)] is not None
-    assert set(before) <= set(Path(store).glob("[cer]*/*/*/manifest.json"))
-    assert not list(Path(store).glob("*/*/*.partial-*"))
-    assert Path(dataset).exists()
-
-
 def test_an_unknown_dataset_is_a_wrong_request(tmp_path: Path) -> None:
     done = lenspipe("show", str(tmp_path))
     assert done.returncode == 2
@@ -270,6 +262,8 @@ def test_a_stranger_opens_the_dataset_without_lenspipe_and_without_a_warning(dat
         "assert set(ds.sizes) == {'layer', 'token', 'k', 'document', 'tracked', 'vocab'}\n"
         "print(str(ds.vocab_token.values[ds.topk_id.sel(layer=4).values[0, 0]]))\n"
     )
-    done = subprocess.run([sys.executable, "-W", "error", "-c", code, dataset], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code, dataset], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""

@@ -10,8 +10,8 @@ import torch
 
 from lenspipe.grid import Site, select_sites
 from lenspipe.kernels.readout import Request, read_rows
-from lenspipe.models.gguf import convert
 from lenspipe.models.facts import read_facts
+from lenspipe.models.gguf import convert
 from lenspipe.models.lens_model import LensModel, load_model
 from lenspipe.recipe import make_recipe
 

@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from lenspipe.errors import RequestError
-from lenspipe.keys import digest
+from lenspipe.keys import canonical_json, digest
 from lenspipe.recipe import Recipe
 
 FORMATS = (".txt", ".jsonl", ".csv", ".parquet")
@@ -60,8 +60,9 @@ class Document:
         return digest({name: _spell(value) for name, value in self.columns.items()})
 
 
-def _spell(value: Value) -> Value:
-    return repr(value) if isinstance(value, float) and not math.isfinite(value) else value
+def _spell(value: Value) -> Any:
+    """Give NaN and infinities, which a column may hold and a key may not, a spelling that no other value has."""
+    return [repr(value)] if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def corpus_files(recipe: Recipe) -> list[Path]:
@@ -73,8 +74,11 @@ def corpus_files(recipe: Recipe) -> list[Path]:
     files: list[Path] = []
     for name in recipe.corpus.source:
         pattern = str(recipe.path(name))
-        matches = glob.glob(pattern, recursive=True)  # noqa: PTH207 -- Path.glob takes no absolute pattern
-        found = [Path(pattern)] if Path(pattern).is_file() else sorted(map(Path, matches))
+        found = [Path(pattern)]
+        if not found[0].is_file():
+            folder, wanted = Path(recipe.base), str(Path(name).expanduser())
+            matches = glob.glob(wanted, root_dir=folder, recursive=True)  # noqa: PTH207 -- Path.glob takes no absolute one
+            found = sorted(folder / match for match in matches)
         if not (found := [path for path in found if path.is_file()]):
             raise RequestError(f"corpus.source {name!r}: no file there (looked at {pattern})")
         files += found
@@ -158,7 +162,7 @@ def _json_lines(path: Path) -> Iterator[tuple[Mapping[str, Any], str]]:
         origin = f"{path}, line {number}"
         try:
             record = json.loads(line)
-        except (json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             raise RequestError(f"{origin}: bad JSON ({error})") from None
         if not isinstance(record, dict):
             raise RequestError(f"{origin}: expected one JSON object a line, found {type(record).__name__}")
@@ -166,8 +170,12 @@ def _json_lines(path: Path) -> Iterator[tuple[Mapping[str, Any], str]]:
 
 
 def _csv_rows(path: Path) -> Iterator[tuple[Mapping[str, Any], str]]:
+    csv.field_size_limit(2**31 - 1)  # a document may be longer than csv's own 128 KiB
     reader = csv.DictReader((line for _, line in _lines(path)), strict=True)
     try:
+        names = list(reader.fieldnames or ())
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise RequestError(f"{path}, line 1: two columns are named {twice[0]!r}; rename one")
         for row in reader:
             origin = f"{path}, line {reader.line_num}"
             if None in row or None in row.values():
@@ -190,7 +198,7 @@ def _parquet_rows(path: Path, columns: list[str]) -> Iterator[tuple[Mapping[str,
                 for row in batch.to_pylist():
                     number += 1
                     yield row, f"{path}, row {number}"
-    except (OSError, pa.ArrowException) as error:
+    except (OSError, UnicodeDecodeError, pa.ArrowException) as error:
         raise RequestError(f"cannot read {path}: {error}") from None
 
 
@@ -237,4 +245,8 @@ def _document(record: Mapping[str, Any], origin: str, recipe: Recipe) -> Documen
             )
     if recipe.read.answer and not (isinstance(kept[recipe.read.answer], str) and kept[recipe.read.answer].strip()):
         raise RequestError(f"{origin}: the answer column {recipe.read.answer!r} should hold text")
+    try:
+        canonical_json(list(content) if isinstance(content, tuple) else content)
+    except (TypeError, ValueError) as error:
+        raise RequestError(f"{origin}: column {column!r} holds something that is no text ({error})") from None
     return Document(content, kept, origin)

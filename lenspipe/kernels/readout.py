@@ -105,8 +105,17 @@ def logits(head: Head, normed_RD: Tensor) -> Tensor:
 
 
 def log_softmax(logits_RV: Tensor) -> Tensor:
-    """Log-probabilities over the full vocabulary; -inf stays -inf."""
-    return logits_RV - torch.logsumexp(logits_RV, dim=1, keepdim=True)
+    """Log-probabilities over the full vocabulary; -inf stays -inf. Overwrites logits_RV."""
+    return _normalize_(logits_RV)[0]
+
+
+def _normalize_(logits_RV: Tensor) -> tuple[Tensor, Tensor]:
+    """Turn logits into log-probabilities, in place, and return logsumexp beside them."""
+    # Relative to the largest logit first, so that large logits cost no digits of small differences.
+    largest_R = logits_RV.amax(dim=1)
+    relative_RV = logits_RV.sub_(largest_R[:, None])
+    lse_R = relative_RV.exp().sum(dim=1).log()
+    return relative_RV.sub_(lse_R[:, None]), largest_R + lse_R
 
 
 def read_rows(
@@ -132,11 +141,8 @@ def read_rows(
     """
     logits_RV = logits(head, normed_RD)
     found: dict[str, Tensor] = {}
-    lse_R = torch.logsumexp(logits_RV, dim=1)
     if "topk" in request.measures:
         found["topk_logit"], found["topk_id"] = top_k(logits_RV, request.top_k)
-    if "logsumexp" in request.measures:
-        found["logsumexp"] = lse_R
     if "target" in request.measures:
         found["target_logit"], found["target_rank"] = logit_and_rank(logits_RV, target_R)
     if "answer" in request.measures:
@@ -145,7 +151,9 @@ def read_rows(
         pairs = [logit_and_rank(logits_RV, torch.full_like(target_R, token)) for token in request.tracked]
         found["tracked_logit"] = torch.stack([logit for logit, _ in pairs], dim=1)
         found["tracked_rank"] = torch.stack([rank for _, rank in pairs], dim=1)
-    logprob_RV = logits_RV.sub_(lse_R[:, None])
+    logprob_RV, lse_R = _normalize_(logits_RV)
+    if "logsumexp" in request.measures:
+        found["logsumexp"] = lse_R
     if "entropy" in request.measures:
         found["entropy"] = -expectation(logprob_RV.exp(), logprob_RV)
     if "kl_final" in request.measures:
@@ -153,6 +161,7 @@ def read_rows(
             raise ValueError("kl_final needs the last layer's log-probabilities")
         # A divergence is not negative; rounding may leave it a hair below zero.
         found["kl_final"] = divergence(final_logprob_RV, logprob_RV).clamp_(min=0)
+        found["kl_final"][final_logprob_RV.isnan().any(dim=1)] = math.nan
     return _mark_broken(found, ~torch.isfinite(lse_R))
 
 

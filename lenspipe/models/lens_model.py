@@ -30,7 +30,6 @@ from lenspipe.models.structure import (
 )
 from lenspipe.recipe import Recipe
 
-
 CAUSAL_TOLERANCE = 1e-2
 """How much of the largest state an earlier position may change with a later token: rounding, and no more."""
 

@@ -102,7 +102,8 @@ def captured_batches(
                 row = rows.reading_order[done + int((~finite).nonzero()[0, 0])]
                 raise NonFiniteError(
                     f"{site.name} is not finite at position {rows.position[row]} of document "
-                    f"{first_document + rows.document[row]} ({int((~finite).sum())} such rows in this batch, {model.facts.dtype}): "
+                    f"{first_document + rows.document[row]} ({int((~finite).sum())} such rows in this batch, "
+                    f"{model.facts.dtype}): "
                     "a wider model.dtype may help; remove the document otherwise"
                 )
         done += count

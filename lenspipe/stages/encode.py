@@ -71,7 +71,7 @@ def load_tokens(store: ArtifactStore, key: str) -> TokenShard:
 
 def load_columns(store: ArtifactStore, key: str) -> dict[str, list[Any]]:
     """Read a shard's kept columns back: name -> value per document."""
-    folder, _ = store.open("encode", key, deep=True)
+    folder, _ = store.open("encode", key, checked="")
     found: dict[str, list[Any]] = json.loads((folder / COLUMNS).read_text(encoding="utf-8"))
     return found
 

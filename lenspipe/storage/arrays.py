@@ -15,7 +15,6 @@ import safetensors.numpy
 import zarr
 from zarr.codecs import BloscCodec, Crc32cCodec
 
-from lenspipe.errors import DamagedArtifactError
 from lenspipe.storage.artifacts import ArtifactStore
 
 TABLE = "arrays.safetensors"
@@ -35,7 +34,7 @@ def read_table(store: ArtifactStore, stage: str, key: str) -> dict[str, Array]:
     Raises:
         DamagedArtifactError: absent or not what was written; set aside.
     """
-    folder, _ = store.open(stage, key, deep=True)
+    folder, _ = store.open(stage, key, checked="")
     found: dict[str, Array] = safetensors.numpy.load_file(folder / TABLE)
     return found
 
@@ -86,7 +85,13 @@ class ResidualWriter:
         self._buffer = np.empty((rows, self.width), dtype=self.dtype)
 
     def append(self, residual: Array) -> None:
-        """Add rows in reading order."""
+        """Add rows in reading order: [rows, d_model].
+
+        Raises:
+            ValueError: rows of another width.
+        """
+        if residual.shape[1:] != (self.width,):
+            raise ValueError(f"residual rows have shape {residual.shape[1:]}, expected ({self.width},)")
         while len(residual):
             take = min(len(residual), len(self._buffer) - self._held)
             self._buffer[self._held : self._held + take] = residual[:take]
@@ -131,10 +136,14 @@ class ResidualReader:
         Raises:
             DamagedArtifactError: a chunk is not what was written; the artifact has been set aside.
         """
+        chunks = range(start // self.array.chunks[0], -(-stop // self.array.chunks[0]))
+        folder = self.store.path("capture", self.key) / RESIDUAL / "residual"
+        if not all((folder / "c" / str(chunk) / "0").is_file() for chunk in chunks):
+            raise self.store.set_aside("capture", self.key)  # Zarr would read a missing chunk as zeros
         try:
             found: Array = self.array[start:stop]
             return found
-        except DamagedArtifactError:
+        except (MemoryError, OSError):  # the machine's trouble, not the artifact's
             raise
         except Exception as error:  # codecs raise many kinds for damaged bytes
             raise self.store.set_aside("capture", self.key) from error
@@ -146,8 +155,11 @@ def open_residual(store: ArtifactStore, key: str) -> ResidualReader:
     Raises:
         DamagedArtifactError: absent or not whole; set aside.
     """
-    folder, _ = store.open("capture", key)
+    # Chunks carry their own checksums; the metadata that says where they are does not.
+    folder, _ = store.open("capture", key, checked="zarr.json")
     try:
         return ResidualReader(store, key, zarr.open_group(folder / RESIDUAL, mode="r")["residual"])
+    except (MemoryError, PermissionError):
+        raise
     except Exception as error:  # damaged metadata raises many kinds
         raise store.set_aside("capture", key) from error

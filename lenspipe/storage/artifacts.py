@@ -1,11 +1,12 @@
 """Artifact: a finished result under its key, whole or absent.
 
 Layout: ROOT/STAGE/ab/abcdef.../ holds the payload and `manifest.json`, the artifact's account of itself: key, inputs,
-attributes, and every payload file with its size and CRC-32C. An artifact is built in a draft folder beside its
-place and renamed there last. Results of an engine's own bookkeeping (`prefect-record*`) may lie beside the
-payload; they are not part of the artifact. This module knows neither stages nor models.
+attributes, every payload file with its size and CRC-32C, and a CRC-32C of itself. An artifact is built in a draft
+folder beside its place and renamed there last. Records of an engine's own bookkeeping (`prefect-record*`) may lie
+beside the payload; they are not part of the artifact. This module knows neither stages nor models.
 """
 
+import errno
 import json
 import os
 import shutil
@@ -24,6 +25,18 @@ from lenspipe.errors import DamagedArtifactError, StoreError
 MANIFEST = "manifest.json"
 RECORD = "prefect-record"
 FORMAT = 1
+_WRITING = {
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.EROFS,
+    errno.EACCES,
+    errno.EPERM,
+    errno.ENOTDIR,
+    errno.EEXIST,
+    errno.EIO,
+}
+"""Errors that mean that a store cannot be written; others come from what the block did."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +73,8 @@ class ArtifactStore:
         """Read an artifact's manifest; None where there is none that can be read."""
         try:
             values = json.loads((self.path(stage, key) / MANIFEST).read_text(encoding="utf-8"))
+            if values.pop("crc32c") != _crc_text(_spell(values)):
+                return None
             files = {str(name): (int(size), str(crc)) for name, (size, crc) in values["files"].items()}
             if values["format"] != FORMAT or values["stage"] != stage or values["key"] != key:
                 return None
@@ -80,23 +95,21 @@ class ArtifactStore:
             return None
         return "damaged" if self.path(stage, key).exists() else "missing"
 
-    def open(self, stage: str, key: str, deep: bool = False) -> tuple[Path, Manifest]:
+    def open(self, stage: str, key: str, checked: str | None = None) -> tuple[Path, Manifest]:
         """Find a whole artifact: its folder and manifest.
 
         Args:
             stage, key: its name.
-            deep: compare the CRC-32C of every file too.
+            checked: compare the CRC-32C of the files whose names end so; "" for all, None for none.
 
         Raises:
             DamagedArtifactError: it is absent or not whole; what was there has been set aside.
         """
         folder, manifest = self.path(stage, key), self.manifest(stage, key)
-        whole = manifest is not None and self.is_whole(stage, key)
-        if (
-            manifest is None
-            or not whole
-            or (deep and any(_crc(folder / n) != crc for n, (_, crc) in manifest.files.items()))
-        ):
+        if manifest is None or not self.is_whole(stage, key):
+            raise self.set_aside(stage, key)
+        suspects = manifest.files.items() if checked is not None else ()
+        if any(name.endswith(checked or "") and _crc(folder / name) != crc for name, (_, crc) in suspects):
             raise self.set_aside(stage, key)
         return folder, manifest
 
@@ -133,13 +146,15 @@ class ArtifactStore:
                     "files": {n: (size, _crc(draft.folder / n)) for n, size in sorted(_sizes(draft.folder).items())},
                     "created": datetime.now(UTC).isoformat(timespec="seconds"),
                 }
-                text = json.dumps(manifest, indent=1, sort_keys=True, allow_nan=False)
+                text = _spell({**manifest, "crc32c": _crc_text(_spell(manifest))})
                 (draft.folder / MANIFEST).write_text(text, encoding="utf-8")
                 _sync_tree(draft.folder)
                 self._move(draft.folder, target, stage, key)
             finally:
                 shutil.rmtree(draft.folder, ignore_errors=True)
         except OSError as error:
+            if error.errno not in _WRITING:
+                raise
             raise StoreError(
                 f"cannot write the {stage} artifact {key[:12]} under {self.root}: {error.strerror or error}. What was "
                 "finished before is safe: make room or permission, and run again"
@@ -168,6 +183,8 @@ class ArtifactStore:
             probe.write_bytes(b"")
             probe.unlink()
         except OSError as error:
+            if error.errno not in _WRITING:
+                raise
             raise StoreError(f"run.store {self.root} cannot be written: {error.strerror or error}") from None
 
 
@@ -193,6 +210,14 @@ def _sizes(folder: Path) -> dict[str, int]:
             if relative != MANIFEST and not relative.startswith(RECORD):
                 found[relative] = path.stat().st_size
     return found
+
+
+def _spell(manifest: Mapping[str, Any]) -> str:
+    return json.dumps(manifest, indent=1, sort_keys=True, allow_nan=False)
+
+
+def _crc_text(text: str) -> str:
+    return str(google_crc32c.Checksum(text.encode()).hexdigest().decode())
 
 
 def _crc(path: Path) -> str:

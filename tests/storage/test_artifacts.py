@@ -2,7 +2,10 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from datetime import UTC, datetime
+from pathlib import Path
 
 import google_crc32c
 import pytest
@@ -67,7 +70,7 @@ def test_an_artifact_lies_under_its_stage_and_key(published):
 def test_a_published_artifact_is_whole_and_opens(published):
     assert published.is_whole("encode", KEY)
     assert published.missing_or_damaged("encode", KEY) is None
-    folder, manifest = published.open("encode", KEY, deep=True)
+    folder, manifest = published.open("encode", KEY, checked="")
     assert folder == published.path("encode", KEY)
     assert manifest == published.manifest("encode", KEY)
 
@@ -135,7 +138,7 @@ def test_the_second_of_two_artifacts_of_one_key_keeps_the_first(published):
     before = published.manifest("encode", KEY)
     publish(published, payload={"a.bin": b"second"}, rows=4)
     assert published.manifest("encode", KEY) == before
-    assert published.open("encode", KEY, deep=True)[0].joinpath("a.bin").read_bytes() == PAYLOAD["a.bin"]
+    assert published.open("encode", KEY, checked="")[0].joinpath("a.bin").read_bytes() == PAYLOAD["a.bin"]
     assert files_under(published.root / "encode") == sorted(f"ab/{KEY}/{name}" for name in [*PAYLOAD, MANIFEST])
 
 
@@ -144,7 +147,7 @@ def test_two_artifacts_of_one_key_may_be_built_at_once(store):
         assert first.folder != second.folder
         fill(first, {"a.bin": b"first"})
         fill(second, {"a.bin": b"second"})
-    assert store.open("encode", KEY, deep=True)[0].joinpath("a.bin").read_bytes() == b"second"
+    assert store.open("encode", KEY, checked="")[0].joinpath("a.bin").read_bytes() == b"second"
 
 
 def test_a_damaged_artifact_gives_way_to_a_new_one(published):
@@ -238,7 +241,7 @@ def test_a_flipped_bit_in_the_payload_is_caught_when_opened_deep(tmp_path_factor
     (store.path("encode", KEY) / name).write_bytes(data)
     assert store.is_whole("encode", KEY)
     with pytest.raises(DamagedArtifactError):
-        store.open("encode", KEY, deep=True)
+        store.open("encode", KEY, checked="")
     assert_set_aside(store)
 
 
@@ -248,7 +251,7 @@ def test_files_of_one_size_that_changed_places_are_caught_when_opened_deep(store
     (folder / "a").write_bytes(b"two")
     (folder / "b").write_bytes(b"one")
     with pytest.raises(DamagedArtifactError):
-        store.open("encode", KEY, deep=True)
+        store.open("encode", KEY, checked="")
 
 
 def test_damaged_artifacts_of_one_key_are_kept_side_by_side(store):
@@ -265,7 +268,7 @@ def test_records_of_the_engine_are_no_part_of_the_artifact(published):
     (folder / "prefect-record").write_bytes(b"{}")
     (folder / "prefect-record.lock").write_bytes(b"")
     assert published.is_whole("encode", KEY)
-    assert published.open("encode", KEY, deep=True)[1].files.keys() == PAYLOAD.keys()
+    assert published.open("encode", KEY, checked="")[1].files.keys() == PAYLOAD.keys()
 
 
 def test_a_record_alone_is_no_artifact_and_does_not_stop_one(store):
@@ -304,4 +307,21 @@ def test_a_store_is_made_where_there_is_none_and_the_probe_leaves_nothing(store)
 
 def test_a_store_that_was_moved_is_still_whole(published, tmp_path):
     moved = ArtifactStore((published.root).rename(tmp_path / "elsewhere"))
-    assert moved.open("encode", KEY, deep=True)[1].attributes == {"rows": 3}
+    assert moved.open("encode", KEY, checked="")[1].attributes == {"rows": 3}
+
+
+def test_a_disk_that_is_full_gives_one_error_and_leaves_no_draft(tmp_path: Path) -> None:
+    """A file-size limit makes larger writes fail as a full disk does."""
+    code = (
+        "import resource, sys; from pathlib import Path\n"
+        "from lenspipe.errors import StoreError; from lenspipe.storage.artifacts import ArtifactStore\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
+        "try:\n"
+        "    with ArtifactStore(Path(sys.argv[1])).publish('read', 'ab12', {}) as draft:\n"
+        "        (draft.folder / 'big').write_bytes(bytes(100_000))\n"
+        "except StoreError as error: print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
+    assert "cannot write the read artifact ab12" in done.stdout
+    assert "finished before is safe" in done.stdout
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
