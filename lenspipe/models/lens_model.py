@@ -30,9 +30,6 @@ from lenspipe.models.structure import (
 )
 from lenspipe.recipe import Recipe
 
-CAUSAL_TOLERANCE = 1e-2
-"""How much of the largest state an earlier position may change with a later token: rounding, and no more."""
-
 
 @dataclass(frozen=True)
 class Unembed:
@@ -175,14 +172,6 @@ def open_model(hf: Any, facts: ModelFacts) -> LensModel:
             )
         return state[0]
 
-    other = ids.clone()
-    other[0, -1] = (other[0, -1] + 1) % weight.shape[0]
-    before, after = last_state(ids)[:-1], last_state(other)[:-1]
-    if float((before - after).abs().max()) > CAUSAL_TOLERANCE * float(before.abs().max()):
-        raise ModelError(
-            f"earlier positions of {type(hf).__name__} see later tokens: it is an encoder, or an encoder used as a "
-            "decoder, and the logit lens reads causal language models"
-        )
     arithmetic, figures = prove(
         hf,
         structure.head,
@@ -192,6 +181,14 @@ def open_model(hf: Any, facts: ModelFacts) -> LensModel:
         ids,
         tuple(type(module).__name__ for module in structure.chain),
     )
+    other = ids.clone()
+    other[0, -1] = (other[0, -1] + 1) % weight.shape[0]
+    before, after = last_state(ids)[:-1], last_state(other)[:-1]
+    if float((before - after).abs().max()) > figures.tolerance * float(before.abs().max()):
+        raise ModelError(
+            f"earlier positions of {type(hf).__name__} see later tokens: it is an encoder, or an encoder used as a "
+            "decoder, and the logit lens reads causal language models"
+        )
     unembed = replace(raw, head=replace(head, arithmetic=arithmetic))
     return LensModel(facts, hf, structure, unembed, figures)
 

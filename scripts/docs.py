@@ -1,0 +1,109 @@
+"""Write the generated pages of docs/, or with --check prove that they and the README are true today.
+
+docs/variables.md comes from lenspipe/variables.py, docs/recipe.md from lenspipe/recipe.py. The check runs every python
+block of the README, in order, in one namespace.
+"""
+
+import re
+import sys
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from lenspipe.recipe import Recipe
+from lenspipe.variables import COORDINATES, VARIABLES, Variable
+
+ROOT = Path(__file__).parents[1]
+NOTE = "<!-- written by scripts/docs.py; `make docs` checks it, `python scripts/docs.py` rewrites it -->"
+
+
+def variables_page() -> str:
+    """Describe every variable of the dataset."""
+
+    def table(chosen: tuple[Variable, ...]) -> list[str]:
+        rows = ["| variable | dims | type | unit | meaning | definition | measure |", "|---|---|---|---|---|---|---|"]
+        for v in chosen:
+            cells = [f"`{v.name}`", ", ".join(v.dims), v.dtype, v.units, v.long_name, v.definition, v.measure or ""]
+            rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        return rows
+
+    lines = ["# Variables of the dataset", "", NOTE, "", "Logarithms are natural; ranks count from 0.", ""]
+    lines += ["## Readouts", "", *table(VARIABLES), "", "## Coordinates and tables", "", *table(COORDINATES), ""]
+    return "\n".join(lines)
+
+
+def recipe_page() -> str:
+    """Describe every name of a recipe."""
+    lines = [
+        "# Recipes",
+        "",
+        NOTE,
+        "",
+        "Paths are relative to the recipe's folder. `--set group.name=value` changes one.",
+        "",
+    ]
+    for group, field in Recipe.model_fields.items():
+        if group == "base":
+            continue
+        model = field.annotation
+        assert model is not None
+        assert hasattr(model, "model_fields")
+        summary = (model.__doc__ or "").split(": ", 1)[-1]
+        lines += [
+            f"## [{group}]",
+            "",
+            summary[:1].upper() + summary[1:],
+            "",
+            "| name | type | default | meaning |",
+            "|---|---|---|---|",
+        ]
+        for name, info in model.model_fields.items():
+            kind = spell(info.annotation).replace("|", "\\|")
+            lines.append(f"| `{name}` | {kind} | {default(info)} | {info.description} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def default(info: FieldInfo) -> str:
+    """Spell a default as TOML would."""
+    if info.is_required():
+        return "required"
+    if info.default is None:
+        return ""
+    return f"`{str(info.default).lower() if isinstance(info.default, bool) else repr(info.default)}`"
+
+
+def spell(kind: object) -> str:
+    """Spell a type for people."""
+    if get_origin(kind) is Annotated:
+        return spell(get_args(kind)[0])
+    if isinstance(kind, UnionType) or str(get_origin(kind)) == "typing.Union":
+        return " | ".join(spell(part) for part in get_args(kind) if part is not type(None))
+    if str(get_origin(kind)) == "typing.Literal":
+        return " | ".join(f'"{value}"' for value in get_args(kind))
+    if get_origin(kind) is list:
+        return f"list of {spell(get_args(kind)[0])}"
+    return getattr(kind, "__name__", str(kind))
+
+
+def main() -> None:
+    """Write or check."""
+    pages = {"variables.md": variables_page(), "recipe.md": recipe_page()}
+    if "--check" not in sys.argv[1:]:
+        for name, text in pages.items():
+            (ROOT / "docs" / name).write_text(text, encoding="utf-8")
+        return
+    for name, text in pages.items():
+        if (ROOT / "docs" / name).read_text(encoding="utf-8") != text:
+            sys.exit(f"docs/{name} is not what the code says: run python scripts/docs.py")
+    namespace: dict[str, object] = {}
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"), re.M | re.S)
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), namespace)
+    print(f"docs: {len(pages)} generated pages and {len(blocks)} README examples are true")
+
+
+if __name__ == "__main__":
+    main()
