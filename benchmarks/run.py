@@ -43,7 +43,8 @@ def timed(work: Callable[[], object]) -> float:
 
 def ratio(work: Callable[[], object], floor: Callable[[], object], pairs: int) -> float:
     """Median of work / floor over interleaved pairs, after one warm-up."""
-    work(), floor()
+    work()
+    floor()
     return statistics.median(timed(work) / timed(floor) for _ in range(pairs))
 
 
@@ -90,7 +91,7 @@ def pipeline(recipe: Recipe) -> list[tuple[str, float]]:
         n = load_tokens(store, shard.encode).n_tokens
         rows += n
         states = torch.randn(n, facts.d_model)
-        product += timed(lambda: [torch.mm(states, model.unembed.head.weight_VD.T) for _ in plan.sites])
+        product += timed(lambda: bare_products(states, model, len(plan.sites)))
         seconds["read"] += timed(lambda: read(store, recipe, model, shard, shard.cells, (), False, silent))
     sites, shards = plan.sites, plan.shards
     seconds["assemble"] = timed(lambda: assemble(store, recipe, facts, tokenizer, sites, shards, (), silent))
@@ -119,6 +120,12 @@ def bare_forward(model: LensModel, store: ArtifactStore, key: str, batch_tokens:
         ids, mask = padded(tokens, batch)
         with torch.no_grad():
             model.hf.base_model(input_ids=ids, attention_mask=mask, use_cache=False)
+
+
+def bare_products(states: torch.Tensor, model: LensModel, times: int) -> None:
+    """Multiply by the unembedding, once a site, and drop the logits."""
+    for _ in range(times):
+        torch.mm(states, model.unembed.head.weight_VD.T)
 
 
 def main() -> None:
