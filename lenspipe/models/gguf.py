@@ -3,9 +3,11 @@
 Dequantising takes half a minute at each start; the folder opens in a second and holds the same float32 numbers.
 """
 
+import io
 import shutil
 import tempfile
 from collections.abc import Callable
+from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +33,9 @@ def convert(path: Path, say: Callable[[str], None]) -> Path:
     folder.parent.mkdir(parents=True, exist_ok=True)
     draft = Path(tempfile.mkdtemp(dir=folder.parent, prefix="draft-"))
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-        model: Any = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype="float32")
+        with redirect_stderr(io.StringIO()):  # a progress bar that nothing else turns off
+            tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+            model: Any = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype="float32")
         if packed := [name for name, weight in model.state_dict().items() if weight.dtype != torch.float32]:
             raise ModelError(
                 f"{packed[0]} was not dequantised: uninstall the package kernels, which keeps weights packed"
