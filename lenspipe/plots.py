@@ -52,8 +52,9 @@ def rank_by_layer(ds: xr.Dataset, target: str | int = "next") -> Figure:
         axes.fill_between(layers, low, high, color="#c6d8ea", label=f"middle half of {counted}")
         axes.plot(layers, median, color="#1f5a96", marker="o", markersize=3, label="median")
         axes.set_yscale("log")
+        axes.margins(x=0)
         axes.invert_yaxis()
-        axes.set(xlabel="layer (blocks applied)", ylabel="rank + 1 of all tokens", xlim=(layers[0], layers[-1]))
+        axes.set(xlabel="layer (blocks applied)", ylabel="rank + 1 of all tokens")
         name = {"next": "the next token", "answer": "the answer"}.get(str(target), repr(target))
         axes.set_title(f"{ds.attrs['model']}: rank of {name}, {ranks.shape[1]:,} {counted}")
         axes.legend(loc="upper left")
@@ -72,7 +73,7 @@ def emergence_by_group(ds: xr.Dataset, by: str, within: int = 1) -> Figure:
             axes.plot(table.index, table[group], color=colors[i % len(colors)], linewidth=1.4, label=str(group))
         best = "first" if within == 1 else f"among the {within} best"
         axes.set(xlabel="layer (blocks applied)", ylabel=f"share with the answer {best}", ylim=(-0.02, 1.02))
-        axes.set_xlim(table.index[0], table.index[-1])
+        axes.margins(x=0)
         axes.set_title(f"{ds.attrs['model']}: where answers emerge, by {by}")
         figure.legend(loc="outside right center", title=by)
     return figure

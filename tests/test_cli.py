@@ -267,3 +267,16 @@ def test_a_stranger_opens_the_dataset_without_lenspipe_and_without_a_warning(dat
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
+
+
+def test_a_dataset_of_one_row_at_one_layer_can_be_shown_and_drawn(tmp_path: Path) -> None:
+    settings = [f"run.store={tmp_path}", "corpus.limit=1", "capture.positions=last", "capture.layers=[2]"]
+    settings += ['read.measures=["entropy"]', "read.tracked=[]"]
+    dataset = lenspipe("run", TINY, "-q", *(word for value in settings for word in ("--set", value))).stdout.strip()
+    assert "resid_post.1" in lenspipe("show", dataset).stdout
+    for words in [(), ("--by", "category")]:
+        done = lenspipe("plot", dataset, "--output", str(tmp_path / "a.png"), *words)
+        assert (done.returncode, done.stderr) == (0, "")
+    done = lenspipe("plot", dataset, "--output", str(tmp_path / "a.png"), "--document", "0")
+    assert done.returncode == 2
+    assert "needs topk and logsumexp" in done.stderr
