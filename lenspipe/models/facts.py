@@ -32,6 +32,7 @@ TOKENIZER = (
 _DEPTH = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _WIDTH = ("hidden_size", "n_embd", "d_model")
 _POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")
+_PROVENANCE = ("_name_or_path", "name_or_path", "transformers_version", "local_files_only", "_commit_hash")
 _CAUSAL = re.compile(r"(CausalLM|LMHeadModel|ForConditionalGeneration)$")
 
 
@@ -147,20 +148,31 @@ def read_facts(recipe: Recipe) -> ModelFacts:
         max_positions=next((text[field] for field in _POSITIONS if isinstance(text.get(field), int)), None),
         dtype=dtype,
         digest=digest({"config": _plain(config), "files": digest_files([*weights, *code])}),
-        tokenizer_digest=digest(digest_files(tokenizer)),
+        tokenizer_digest=_tokenizer_digest(tokenizer, name),
     )
 
 
 def _config(folder: Path, name: str) -> dict[str, Any]:
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"model {name}: {folder} has no config.json, so it is no checkpoint")
+    return _read_object(folder / "config.json", name)
+
+
+def _read_object(path: Path, name: str) -> dict[str, Any]:
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ModelError(f"model {name}: {folder} has no config.json, so it is no checkpoint") from None
+        found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ModelError(f"model {name}: cannot read config.json in {folder}: {error}") from None
-    if not isinstance(config, dict):
-        raise ModelError(f"model {name}: config.json in {folder} is not an object")
-    return config
+        raise ModelError(f"model {name}: cannot read {path}: {error}") from None
+    if not isinstance(found, dict):
+        raise ModelError(f"model {name}: {path} is not a JSON object")
+    return found
+
+
+def _tokenizer_digest(files: set[Path], name: str) -> str:
+    """Digest a tokenizer: its files' bytes, but for the settings, which also say how they were fetched."""
+    settings = {path for path in files if path.name == "tokenizer_config.json"}
+    parts: dict[str, Any] = {path.name: _plain(_read_object(path, name)) for path in settings}
+    return digest(parts | digest_files(files - settings))
 
 
 def _refuse_other_kinds(config: Mapping[str, Any], name: str) -> None:
@@ -184,6 +196,6 @@ def _number(config: Mapping[str, Any], names: tuple[str, ...], name: str) -> int
 
 
 def _plain(config: Mapping[str, Any]) -> Any:
-    """Drop what says where and by whom a config was written, which changes no number."""
-    kept = {key: value for key, value in config.items() if key not in ("_name_or_path", "transformers_version")}
+    """Drop what says where, how and by whom a config was written, which changes no number."""
+    kept = {key: value for key, value in config.items() if key not in _PROVENANCE}
     return json.loads(json.dumps(kept), parse_constant=str)
