@@ -1,7 +1,9 @@
 """Grid: which states are read, of which documents: sites x shards, and a cell where they cross.
 
-Site: the name of the place a state is read, `resid_pre.i` or `resid_post.i` of block i, from 0.
-Layer: a depth, the number of blocks applied: `resid_pre.i` is layer i, `resid_post.i` is layer i + 1.
+Site: the name of the place a state is read, in block i, from 0: `resid_pre.i`, `resid_mid.i` (between attention and
+MLP), `resid_post.i`, and `attn_out.i`, `mlp_out.i`, which are what attention and MLP add to the stream.
+Layer: a depth, the number of blocks applied: `resid_pre.i` is layer i, `resid_post.i` is layer i + 1, and half a block
+lies between. What a branch adds has the depth of the state that it makes.
 Shard: consecutive documents, handled as one piece.
 This module knows neither models nor files.
 """
@@ -12,12 +14,16 @@ from dataclasses import dataclass
 
 from lenspipe.errors import RequestError
 
-KINDS = ("resid_pre", "resid_post")
+DEPTHS = {"resid_pre": 0.0, "attn_out": 0.5, "resid_mid": 0.5, "mlp_out": 1.0, "resid_post": 1.0}
+"""Kinds of sites in the order in which a block reaches them: depth in blocks, from the block's input."""
+
+KINDS = tuple(DEPTHS)
+STREAM = ("resid_pre", "resid_mid", "resid_post")
 
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """A place in the residual stream: the input or the output of one block."""
+    """A place in the model where a state, or what is added to it, is read."""
 
     kind: str
     block: int
@@ -30,7 +36,17 @@ class Site:
     @property
     def layer(self) -> float:
         """Number of blocks applied to the state, from 0."""
-        return float(self.block + (self.kind == "resid_post"))
+        return self.block + DEPTHS[self.kind]
+
+    @property
+    def is_state(self) -> bool:
+        """Whether this is the stream itself, not what a branch adds to it."""
+        return self.kind in STREAM
+
+    @property
+    def order(self) -> tuple[float, int]:
+        """By depth, then in the order of KINDS."""
+        return self.layer, KINDS.index(self.kind)
 
     @property
     def state(self) -> str:
@@ -58,13 +74,13 @@ def parse_site(name: str, n_blocks: int) -> Site:
     return Site(kind, int(number))
 
 
-def select_sites(sites: Sequence[str] | None, layers: Sequence[int] | None, n_blocks: int) -> tuple[Site, ...]:
+def select_sites(sites: Sequence[str] | None, layers: Sequence[float] | None, n_blocks: int) -> tuple[Site, ...]:
     """List the sites that a request names, in order of depth.
 
     Args:
         sites: site names, or kinds that stand for all their blocks; None for the whole stream: the input
             of block 0 and the output of every block.
-        layers: depths to keep, 0 to n_blocks, negative counts from the end; None for all.
+        layers: depths to keep, 0 to n_blocks in steps of 0.5, negative counts from the end; None for all.
         n_blocks: how many blocks the model has.
 
     Raises:
@@ -92,14 +108,14 @@ def select_sites(sites: Sequence[str] | None, layers: Sequence[int] | None, n_bl
                 "leave capture.sites out, or add the site"
             )
         chosen = [site for site in chosen if site.layer in depths]
-    return tuple(sorted(dict.fromkeys(chosen), key=lambda site: site.layer))
+    return tuple(sorted(dict.fromkeys(chosen), key=lambda site: site.order))
 
 
-def _depth(layer: int, n_blocks: int) -> float:
+def _depth(layer: float, n_blocks: int) -> float:
     depth = layer + n_blocks + 1 if layer < 0 else layer
-    if not 0 <= depth <= n_blocks:
+    if not 0 <= depth <= n_blocks or depth % 0.5:
         raise RequestError(
-            f"unknown layer {layer}: this model has {n_blocks} blocks, so layers go from 0 (the input of the first "
+            f"unknown layer {layer:g}: this model has {n_blocks} blocks, so layers go from 0 (the input of the first "
             f"block) to {n_blocks} (the output of the last); -1 is the last"
         )
     return float(depth)

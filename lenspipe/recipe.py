@@ -40,6 +40,19 @@ class _Group(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
+class Parts(_Group):
+    """`[model.parts]`: parts of a model, named where lenspipe does not find them itself; the gate still decides."""
+
+    blocks: str | None = Field(None, min_length=1, description="the module list of blocks, such as model.layers")
+    chain: list[str] | None = Field(
+        None, description="modules between the last block and the unembedding, final norm first; [] for none"
+    )
+    head: str | None = Field(None, min_length=1, description="the unembedding module, such as lm_head")
+    multiply: float | None = Field(None, gt=0, description="factor on the logits")
+    divide: float | None = Field(None, gt=0, description="divisor of the logits")
+    softcap: float | None = Field(None, gt=0, description="cap c of the logits: c tanh(z / c)")
+
+
 class Model(_Group):
     """`[model]`: whose states are read, and in which arithmetic the model runs."""
 
@@ -52,6 +65,7 @@ class Model(_Group):
         "auto", description="attention implementation; auto lets transformers choose"
     )
     trust_remote_code: bool = Field(False, description="run Python code that comes with the checkpoint")
+    parts: Parts = Field(Parts(), description="a table [model.parts]: parts of the model by name")
 
 
 class Corpus(_Group):

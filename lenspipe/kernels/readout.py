@@ -40,6 +40,14 @@ class Arithmetic:
         """The three steps by name."""
         return {"multiply": self.multiply, "divide": self.divide, "softcap": self.softcap}
 
+    def apply(self, logits_RV: Tensor) -> Tensor:
+        """Apply all steps, leaving the argument as it is; a gradient passes."""
+        if self.multiply is not None:
+            logits_RV = logits_RV * self.multiply
+        if self.divide is not None:
+            logits_RV = logits_RV / self.divide
+        return logits_RV if self.softcap is None else (logits_RV / self.softcap).tanh() * self.softcap
+
     def apply_(self, logits_RV: Tensor) -> Tensor:
         """Apply all steps in place."""
         if self.multiply is not None:
@@ -101,7 +109,7 @@ def logits(head: Head, normed_RD: Tensor) -> Tensor:
     """Unembed normed states: float32 logits_RV."""
     operand = normed_RD.to(torch.float32)
     product = operand @ head.weight_VD.T if head.bias_V is None else torch.addmm(head.bias_V, operand, head.weight_VD.T)
-    return head.arithmetic.apply_(product)
+    return head.arithmetic.apply(product) if product.requires_grad else head.arithmetic.apply_(product)
 
 
 def log_softmax(logits_RV: Tensor) -> Tensor:

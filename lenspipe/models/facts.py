@@ -31,7 +31,7 @@ TOKENIZER = (
 )
 _DEPTH = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _WIDTH = ("hidden_size", "n_embd", "d_model")
-_POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")
+POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")
 _PROVENANCE = ("_name_or_path", "name_or_path", "transformers_version", "local_files_only", "_commit_hash")
 _CAUSAL = re.compile(r"(CausalLM|LMHeadModel|ForConditionalGeneration)$")
 
@@ -145,7 +145,7 @@ def read_facts(recipe: Recipe) -> ModelFacts:
         n_blocks=_number(text, _DEPTH, name),
         d_model=_number(text, _WIDTH, name),
         vocab_size=_number(text, ("vocab_size",), name),
-        max_positions=next((text[field] for field in _POSITIONS if isinstance(text.get(field), int)), None),
+        max_positions=next((text[field] for field in POSITIONS if isinstance(text.get(field), int)), None),
         dtype=dtype,
         digest=digest({"config": _plain(config), "files": digest_files([*weights, *code])}),
         tokenizer_digest=_tokenizer_digest(tokenizer, name),

@@ -1,61 +1,31 @@
 """LensModel: a causal language model opened for reading: its states at sites, and its Unembed.
 
-A LensModel exists only behind the gate: loading proves that the lens of the last state is the model's own logits.
-Residual: a state, [rows, d_model]. Unembed: final norm, unembedding, bias, and the family's arithmetic.
+A LensModel exists only behind the gate: opening proves that the lens of the last state is the model's own logits.
 """
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
 from threading import Lock
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from lenspipe.errors import ModelError
-from lenspipe.grid import Site
-from lenspipe.kernels import readout as kernel
+from lenspipe.errors import ModelError, RequestError
+from lenspipe.grid import Site, select_sites
 from lenspipe.kernels.readout import Arithmetic, Head
-from lenspipe.models.facts import ModelFacts
+from lenspipe.models.arithmetic import arithmetic_candidates
+from lenspipe.models.branches import BRANCHED, Branches, find_branches
+from lenspipe.models.facts import POSITIONS, ModelFacts, read_facts
 from lenspipe.models.gate import GateFigures, prove
-from lenspipe.models.structure import (
-    Structure,
-    arithmetic_candidates,
-    block_input,
-    find_structure,
-    first_tensor,
-    probe_ids,
-)
-from lenspipe.recipe import Recipe
-
-
-@dataclass(frozen=True)
-class Unembed:
-    """Final norm + unembedding + bias + arithmetic.
-
-    Attributes:
-        chain: the modules in front of the unembedding; they compute in the model's dtype.
-        head: float32 operands.
-        dtype: the model's.
-    """
-
-    chain: tuple[nn.Module, ...]
-    head: Head
-    dtype: torch.dtype
-
-    def normed(self, residual_RD: Tensor) -> Tensor:
-        """Apply final norm and projection, rounding as the model does: [R, D'] of the model's dtype."""
-        state = residual_RD.to(self.head.weight_VD.device, self.dtype)[None]
-        with torch.no_grad():
-            for module in self.chain:
-                state = module(state)
-        return state[0]
-
-    def logits(self, residual_RD: Tensor) -> Tensor:
-        """Read states: float32 logits [R, V], equal to the model's own for the last state."""
-        return kernel.logits(self.head, self.normed(residual_RD))
+from lenspipe.models.reading import read_states, require_sites
+from lenspipe.models.structure import Structure, find_structure, probe_ids, require_unembedding, run
+from lenspipe.models.tokenizer import Tokenizer, load_tokenizer
+from lenspipe.models.unembed import Unembed
+from lenspipe.recipe import Parts, Recipe, make_recipe
 
 
 @dataclass(frozen=True)
@@ -63,11 +33,12 @@ class LensModel:
     """A loaded model behind the gate.
 
     Attributes:
-        facts: what was known before loading.
+        facts: name, depth, widths.
         hf: the transformers model, in evaluation mode.
         structure: its parts.
         unembed: how its states are read.
         gate: the figures of the proof.
+        tokenizer: its own, or None for a live model that came without one.
     """
 
     facts: ModelFacts
@@ -75,6 +46,59 @@ class LensModel:
     structure: Structure
     unembed: Unembed
     gate: GateFigures
+    tokenizer: Tokenizer | None = None
+    _one_pass: Any = field(default_factory=Lock, repr=False)
+
+    @classmethod
+    def load(
+        cls,
+        source: str | Path,
+        *,
+        revision: str | None = None,
+        dtype: str = "auto",
+        attention: str = "auto",
+        device: str = "auto",
+        trust_remote_code: bool = False,
+    ) -> "LensModel":
+        """Load a checkpoint with its tokenizer, behind the gate.
+
+        Args:
+            source: a local folder or a hub id.
+            revision: the hub's branch, tag or commit.
+            dtype: what the model computes in: auto, float32, bfloat16, float16.
+            attention: attention implementation.
+            device: cpu, cuda ...
+            trust_remote_code: run Python code that comes with the checkpoint.
+
+        Raises:
+            RequestError: no such model.
+            ModelError: it cannot be read; GateError where it would be read wrongly.
+        """
+        asked = {"source": str(source), "dtype": dtype, "attention": attention, "trust_remote_code": trust_remote_code}
+        named = asked | ({"revision": revision} if revision else {})
+        values = {"model": named, "corpus": {"source": "none"}, "run": {"device": device}}
+        recipe = make_recipe(values, origin="LensModel.load")
+        facts = read_facts(recipe)
+        return load_model(recipe, facts, load_tokenizer(facts.folder, trust_remote_code))
+
+    @cached_property
+    def branches(self) -> tuple[Branches, ...]:
+        """What is known of the inside of every block, for resid_mid, attn_out and mlp_out."""
+        return find_branches(self.hf, self.structure, probe_ids(self.hf))
+
+    @property
+    def device(self) -> torch.device:
+        """Where the unembedding is."""
+        return self.unembed.head.weight_VD.device
+
+    def require(self, sites: Sequence[Site]) -> None:
+        """Make sure that the model has the sites.
+
+        Raises:
+            ModelError: it has not, saying why.
+        """
+        if any(site.kind in BRANCHED for site in sites):
+            require_sites(self.branches, sites)
 
     def states(self, ids_BS: Tensor, mask_BS: Tensor, sites: Sequence[Site]) -> dict[Site, Tensor]:
         """Run the blocks and read the residual stream.
@@ -88,112 +112,168 @@ class LensModel:
 
         Returns:
             Per site, [B, S, D] in the model's dtype; rows under the padding mean nothing.
+
+        Raises:
+            ModelError: a site that this model does not have.
         """
-        device = self.unembed.head.weight_VD.device
-        return read_states(self.hf, self.structure.blocks, sites, ids_BS.to(device), mask_BS.to(device))
+        self.require(sites)
+        ids_BS, mask_BS = ids_BS.to(self.device), mask_BS.to(self.device)
+        if self.gate.pads or ids_BS.shape[0] == 1:
+            return self._read(ids_BS, mask_BS, sites)
+        found: dict[Site, Tensor] = {}
+        for i, length in enumerate(mask_BS.sum(dim=1).tolist()):
+            for site, state in self._read(ids_BS[i : i + 1, :length], mask_BS[i : i + 1, :length], sites).items():
+                if site not in found:
+                    found[site] = state.new_zeros(*ids_BS.shape, state.shape[-1])
+                found[site][i, :length] = state[0]
+        return found
+
+    def _read(self, ids_BS: Tensor, mask_BS: Tensor, sites: Sequence[Site]) -> dict[Site, Tensor]:
+        branches = self.branches if any(site.kind in BRANCHED for site in sites) else ()
+        with self._one_pass:  # hooks of one thread would see the passes of another
+            return read_states(self.hf, self.structure, branches, sites, ids_BS, mask_BS)
+
+    def capture(self, tokens: Tensor | Sequence[int], sites: Sequence[str]) -> dict[str, Tensor]:
+        """Capture one sequence's states.
+
+        Args:
+            tokens: ids, [S] or [1, S], as `to_tokens` gives them.
+            sites: site names, or kinds that stand for all blocks.
+
+        Returns:
+            Per site name, [S, d_model] in the model's dtype.
+
+        Raises:
+            RequestError: no tokens, ids out of range, an unknown site.
+            ModelError: a site that this model does not have.
+        """
+        ids = self.check_ids(tokens)[None]
+        chosen = select_sites(sites, None, self.facts.n_blocks)
+        found = self.states(ids, torch.ones_like(ids), chosen)
+        return {site.name: state[0] for site, state in found.items()}
+
+    def check_ids(self, tokens: Tensor | Sequence[int]) -> Tensor:
+        """Hold token ids against the vocabulary: int64 [S].
+
+        Raises:
+            RequestError: strings, no tokens, another shape, ids out of range, or more than the model has positions.
+        """
+        if isinstance(tokens, str):
+            raise RequestError(f"{tokens[:40]!r} is a text where token ids belong: use to_tokens first")
+        ids = torch.as_tensor(tokens)
+        if ids.dim() == 2 and ids.shape[0] == 1:
+            ids = ids[0]
+        if ids.dim() != 1 or not ids.numel():
+            raise RequestError(f"token ids must be one sequence of at least one id; found shape {tuple(ids.shape)}")
+        if ids.dtype == torch.bool or ids.is_floating_point() or ids.is_complex():
+            raise RequestError(f"token ids must be integers; found {ids.dtype}")
+        ids, limit = ids.long(), self.n_inputs
+        if int(ids.min()) < 0 or int(ids.max()) >= limit:
+            wrong = int(ids.min()) if int(ids.min()) < 0 else int(ids.max())
+            raise RequestError(f"token id {wrong}: this model has ids 0 to {limit - 1}")
+        most = self.facts.max_positions
+        if most and len(ids) > most:
+            raise RequestError(f"{len(ids)} tokens, and {self.facts.name} has {most} positions: shorten the text")
+        return ids
+
+    @property
+    def n_inputs(self) -> int:
+        """Number of token ids that the model takes."""
+        return int(self.hf.get_input_embeddings().weight.shape[0])
+
+    def to_tokens(self, text: str, bos: str = "auto") -> Tensor:
+        """Tokenize a text as a corpus run would: int64 [S].
+
+        Args:
+            text: anything but nothing.
+            bos: auto (as the tokenizer does), always, or never.
+
+        Raises:
+            RequestError: no tokens, a doubled BOS, or no tokenizer.
+        """
+        return torch.tensor(self.require_tokenizer().encode(text, bos, "the text")[0])
+
+    def to_string(self, tokens: Tensor | Sequence[int] | int) -> str:
+        """Spell token ids as text.
+
+        Raises:
+            RequestError: no tokenizer.
+        """
+        return str(self.require_tokenizer().hf.decode(torch.as_tensor(tokens).reshape(-1).tolist()))
+
+    def require_tokenizer(self) -> Tokenizer:
+        """Return the tokenizer.
+
+        Raises:
+            RequestError: there is none.
+        """
+        if self.tokenizer is None:
+            raise RequestError("this model came without a tokenizer: pass tokenizer=, or token ids")
+        return self.tokenizer
 
 
-class _EnoughError(Exception):
-    """Raised by a hook to end the forward pass once the last site has been read."""
-
-
-def read_states(
-    hf: Any, blocks: Sequence[nn.Module], sites: Sequence[Site], ids_BS: Tensor, mask_BS: Tensor
-) -> dict[Site, Tensor]:
-    """Run a model up to the deepest of the sites and return its states there."""
-    found: dict[Site, Tensor] = {}
-    with _hooks(blocks, sites, found), torch.no_grad(), suppress(_EnoughError):
-        hf(input_ids=ids_BS, attention_mask=mask_BS, use_cache=False)
-    if missing := [site.name for site in sites if site not in found]:
-        raise ModelError(f"{type(hf).__name__} ran without passing {', '.join(missing)}: it cannot be read there")
-    return found
-
-
-@contextmanager
-def _hooks(blocks: Sequence[nn.Module], sites: Sequence[Site], found: dict[Site, Tensor]) -> Iterator[None]:
-    deepest = max(sites, key=lambda site: site.layer)
-
-    def keep(site: Site, state: Tensor | None) -> None:
-        if state is None:
-            raise ModelError(f"block {site.block} passes no tensor at {site.name}: it cannot be read there")
-        found[site] = state
-        if site == deepest:
-            raise _EnoughError
-
-    handles = []
-    for site in sites:
-        block = blocks[site.block]
-        if site.kind == "resid_pre":
-
-            def before(_m: Any, args: Any, kwargs: Any, site: Site = site) -> None:
-                keep(site, block_input(args, kwargs))
-
-            handles.append(block.register_forward_pre_hook(before, with_kwargs=True))
-        else:
-
-            def after(_m: Any, _args: Any, output: Any, site: Site = site) -> None:
-                keep(site, first_tensor(output))
-
-            handles.append(block.register_forward_hook(after))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def open_model(hf: Any, facts: ModelFacts) -> LensModel:
+def open_model(
+    hf: Any, facts: ModelFacts | None = None, parts: Parts | None = None, tokenizer: Tokenizer | None = None
+) -> LensModel:
     """Open a live transformers model, proving that its last state reads as its own logits.
 
+    Args:
+        hf: the model; left as it is, so it must be in evaluation mode.
+        facts: what is known of its checkpoint; by default what the model itself says.
+        parts: parts that the user names.
+        tokenizer: its own.
+
     Raises:
+        RequestError: it is in training mode, or has no part of a name given.
         ModelError: it has no single residual stream that can be read.
         GateError: the proof failed.
     """
-    hf.eval()
-    weight: Any = hf.get_input_embeddings().weight
-    structure = find_structure(hf, facts.n_blocks, weight.shape[0])
-    unembedding: Any = structure.head
-    bias = getattr(unembedding, "bias", None)
-    head = Head(
-        weight_VD=unembedding.weight.detach().float(),
-        bias_V=None if bias is None else bias.detach().float(),
-        arithmetic=Arithmetic(),
-    )
-    raw = Unembed(structure.chain, head, hf.dtype)
-    last = Site("resid_post", facts.n_blocks - 1)
-    ids = probe_ids(weight.shape[0]).to(weight.device)
-
-    def last_state(probe: Tensor) -> Tensor:
-        state = read_states(hf, structure.blocks, [last], probe, torch.ones_like(probe))[last]
-        if state.dim() != 3 or state.shape[-1] != facts.d_model:
-            raise ModelError(
-                f"block outputs of {type(hf).__name__} have shape {tuple(state.shape)}, expected [batch, token, "
-                f"{facts.d_model}]: there is no single residual stream to read"
-            )
-        return state[0]
-
-    arithmetic, figures = prove(
-        hf,
-        structure.head,
-        arithmetic_candidates(hf.config.get_text_config()),
-        raw.logits,
-        last_state,
-        ids,
-        tuple(type(module).__name__ for module in structure.chain),
-    )
-    other = ids.clone()
-    other[0, -1] = (other[0, -1] + 1) % weight.shape[0]
-    before, after = last_state(ids)[:-1], last_state(other)[:-1]
-    if float((before - after).abs().max()) > figures.tolerance * float(before.abs().max()):
-        raise ModelError(
-            f"earlier positions of {type(hf).__name__} see later tokens: it is an encoder, or an encoder used as a "
-            "decoder, and the logit lens reads causal language models"
-        )
+    name = type(hf).__name__
+    parts = parts or Parts()
+    if hf.training:
+        raise RequestError(f"{name} is in training mode, in which dropout changes every number: call model.eval()")
+    if getattr(hf.config, "is_encoder_decoder", False):
+        raise ModelError(f"{name} is an encoder-decoder: the logit lens reads decoder-only language models")
+    require_unembedding(hf)
+    ids = probe_ids(hf)
+    try:
+        n_logits = run(hf, ids).logits.shape[-1]
+    except Exception as error:  # models raise what they like
+        raise ModelError(f"{name} does not run on a text alone: {type(error).__name__}: {error}") from error
+    structure = find_structure(hf, parts, ids, facts.n_blocks if facts else None)
+    # Logits may be fewer than the rows of a padded unembedding.
+    weight, bias = structure.head.weight.detach().float()[:n_logits], getattr(structure.head, "bias", None)
+    head = Head(weight, None if bias is None else bias.detach().float()[:n_logits], Arithmetic())
+    raw = Unembed(structure.chain, head, structure.dtype, structure.d_model)
+    candidates = arithmetic_candidates(hf.config.get_text_config(decoder=True), parts)
+    arithmetic, figures = prove(hf, structure, raw, candidates, ids)
     unembed = replace(raw, head=replace(head, arithmetic=arithmetic))
-    return LensModel(facts, hf, structure, unembed, figures)
+    facts = facts or _live_facts(hf, structure, unembed)
+    if (facts.d_model, facts.vocab_size) != (structure.d_model, head.vocab_size):
+        raise ModelError(
+            f"{name} has width {structure.d_model} and {head.vocab_size} logits, and its config says {facts.d_model} "
+            f"and {facts.vocab_size}: the checkpoint does not fit its config"
+        )
+    return LensModel(facts, hf, structure, unembed, figures, tokenizer)
 
 
-def load_model(recipe: Recipe, facts: ModelFacts) -> LensModel:
+def _live_facts(hf: Any, structure: Structure, unembed: Unembed) -> ModelFacts:
+    text = hf.config.get_text_config(decoder=True)
+    positions = (getattr(text, name, None) for name in POSITIONS)
+    return ModelFacts(
+        name=Path(str(hf.config._name_or_path or type(hf).__name__)).name,
+        folder=Path(),
+        n_blocks=len(structure.blocks),
+        d_model=structure.d_model,
+        vocab_size=unembed.head.vocab_size,
+        max_positions=next((number for number in positions if isinstance(number, int)), None),
+        dtype=str(hf.dtype).removeprefix("torch."),
+        digest="",
+        tokenizer_digest="",
+    )
+
+
+def load_model(recipe: Recipe, facts: ModelFacts, tokenizer: Tokenizer | None = None) -> LensModel:
     """Load a checkpoint and open it.
 
     Raises:
@@ -216,7 +296,7 @@ def load_model(recipe: Recipe, facts: ModelFacts) -> LensModel:
             output_loading_info=True,
             **attention,
         )
-        hf, report = loaded[0].to(device), loaded[1]
+        hf, report = loaded[0].to(device).eval(), loaded[1]
     except Exception as error:  # transformers raises many kinds
         raise ModelError(f"cannot load model {facts.name} from {facts.folder}: {error}") from error
     if missing := sorted(report["missing_keys"]):
@@ -224,10 +304,10 @@ def load_model(recipe: Recipe, facts: ModelFacts) -> LensModel:
             f"model {facts.name}: the checkpoint lacks {', '.join(missing[:3])}{' ...' if missing[3:] else ''} "
             f"({len(missing)} in all), which would be made up at random: name a complete checkpoint"
         )
-    return open_model(hf, facts)
+    return open_model(hf, facts, recipe.model.parts, tokenizer)
 
 
-_shared: dict[tuple[str, ...], LensModel | ModelError] = {}
+_shared: dict[str, LensModel | ModelError] = {}
 _lock = Lock()
 
 
@@ -237,7 +317,7 @@ def shared_model(recipe: Recipe, facts: ModelFacts) -> LensModel:
     Raises:
         ModelError: as load_model.
     """
-    name = (str(facts.folder), facts.digest, facts.dtype, recipe.model.attention, recipe.run.device)
+    name = repr((facts.folder, facts.digest, facts.dtype, recipe.model, recipe.run.device))
     with _lock:
         if name not in _shared:
             _shared.clear()

@@ -1,20 +1,26 @@
 """Structure: where a model keeps its blocks, final norm and unembedding, found by watching it run.
 
-Nothing is found by name. The blocks are the module list as long as the model is deep; what stands between the last
-block and the unembedding is the chain of modules through which the last block's output is seen to pass. What
+Nothing is found by name. The blocks are the module list as long as the model is deep whose members hand one state
+on; what stands between the last block and the unembedding is traced back from what the unembedding is given. What
 this finds is a conjecture: the gate proves it or refuses the model.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import copy
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lenspipe.errors import ModelError
-from lenspipe.kernels.readout import Arithmetic
+from lenspipe.errors import ModelError, RequestError
+from lenspipe.models.watching import Call, Port, factor, same, watch
+from lenspipe.recipe import Parts
+
+LONGEST_CHAIN = 6
+READABLE = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -23,135 +29,225 @@ class Structure:
 
     Attributes:
         blocks: in order.
+        port: where the state goes in and out of them.
         chain: modules between the last block's output and the unembedding: final norm, projection; may be empty.
         head: the unembedding module, with weight [V, D] and perhaps a bias.
+        dtype: what the chain is given.
+        d_model: width of the state.
     """
 
     blocks: tuple[nn.Module, ...]
+    port: Port
     chain: tuple[nn.Module, ...]
-    head: nn.Module
+    head: Any
+    dtype: torch.dtype
+    d_model: int
 
 
-@dataclass
-class Call:
-    """One call of a module, as a hook sees it."""
+class Scale(nn.Module):
+    """A multiplication that a model does between its modules."""
 
-    module: nn.Module
-    given: Tensor | None
-    returned: Tensor | None = None
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
 
-
-def first_tensor(value: Any) -> Tensor | None:
-    """Find the hidden state in what a module takes or returns: itself, or the first of a tuple."""
-    if isinstance(value, tuple):
-        value = value[0] if value else None
-    return value if isinstance(value, Tensor) else None
+    def forward(self, state: Tensor) -> Tensor:
+        """Multiply."""
+        return state * self.factor
 
 
-def block_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    """Find the hidden state among a module's arguments."""
-    return first_tensor(args) if args else first_tensor(kwargs.get("hidden_states"))
+def _inside(wrapper: nn.Module, head: nn.Module) -> nn.Module:
+    """Copy a module that holds the unembedding, and let it end before that."""
+    return copy.deepcopy(wrapper, {id(head): nn.Identity()})
 
 
-def probe_ids(vocab_size: int, length: int = 16) -> Tensor:
-    """Make one sequence of token ids, the same every time: int64 [1, length]."""
+def probe_ids(model: Any, length: int = 16) -> Tensor:
+    """Make one sequence of token ids, the same every time, without those that stand for images: int64 [1, length]."""
+    config = model.config.get_text_config(decoder=True)
+    n_ids = int(model.get_input_embeddings().weight.shape[0])
+    special = {v for held in (model.config, config) for k, v in vars(held).items() if re.search("token_(id|index)$", k)}
+    plain = [i for i in range(min(n_ids, 10_000)) if i not in special] or [0]
     generator = torch.Generator().manual_seed(0)
-    return torch.randint(0, vocab_size, (1, length), generator=generator)
+    places = torch.randint(0, len(plain), (1, length), generator=generator)
+    return torch.tensor(plain)[places].to(model.get_input_embeddings().weight.device)
 
 
-def find_structure(model: Any, n_blocks: int, vocab_size: int) -> Structure:
+def depths(config: Any) -> list[int]:
+    """List what a config may mean by the model's depth, most telling first."""
+    text = config.get_text_config(decoder=True)
+    names = ("decoder_layers", "num_hidden_layers", "n_layer", "num_layers", "n_layers")
+    found = [getattr(held, name, None) for held in (text, config) for name in names]
+    return list(dict.fromkeys(int(n) for n in found if isinstance(n, int) and n > 0))
+
+
+def run(model: Any, ids: Tensor) -> Any:
+    """Run a model on whole sequences, without a cache."""
+    with torch.no_grad():
+        return model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
+
+
+def find_structure(model: Any, parts: Parts, ids: Tensor, n_blocks: int | None = None) -> Structure:
     """Find blocks, chain and head of a transformers causal language model.
 
+    Args:
+        model: on its device, in evaluation mode.
+        parts: what the user names, which is taken as said.
+        ids: the probe.
+        n_blocks: the depth, where it is known; else the config's.
+
     Raises:
+        RequestError: a name in parts that the model does not have.
         ModelError: the model has no such parts, saying which is missing.
     """
-    head = model.get_output_embeddings()
+    name = type(model).__name__
+    with watch(model) as calls:
+        run(model, ids)
+    head = _named(model, parts.head, "head") if parts.head else require_unembedding(model)
+    if not any(call.module is head for call in calls):
+        raise ModelError(f"{name} does not run its unembedding {type(head).__name__} as a module: nothing to read with")
+    asked = [n_blocks] if n_blocks else depths(model.config)
+    if parts.blocks:
+        lists: list[Any] = [_named(model, parts.blocks, "blocks")]
+        if not isinstance(lists[0], nn.ModuleList):
+            raise RequestError(f"model.parts.blocks {parts.blocks!r} is no module list: name the list of blocks")
+    else:
+        held = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+        lists = [group for depth in asked for group in held if len(group) == depth]
+    if not lists:
+        depth = " or ".join(map(str, asked)) or "unknown number of"
+        raise ModelError(
+            f"{name} has no list of {depth} blocks, which is its depth by its config: name the list in "
+            "model.parts.blocks, if there is one"
+        )
+    chain = None if parts.chain is None else [_named(model, part, "chain") for part in parts.chain]
+    problems: list[str] = []
+    for group in lists:
+        try:
+            blocks = tuple(group)
+            port, state = _find_port(calls, blocks, ids)
+            traced = _trace(calls, blocks[-1], head, state) if chain is None else (chain, state.dtype)
+        except ModelError as error:
+            problems.append(str(error))
+        else:
+            return Structure(blocks, port, tuple(traced[0]), head, traced[1], state.shape[-1])
+    raise ModelError(f"{name}: {problems[0]}")
+
+
+def _named(model: nn.Module, name: str, part: str) -> nn.Module:
+    try:
+        return model.get_submodule(name)
+    except AttributeError:
+        parent = name.rpartition(".")[0]
+        try:
+            known = [child for child, _ in model.get_submodule(parent).named_children()]
+        except AttributeError:
+            parent, known = "", [child for child, _ in model.named_children()]
+        raise RequestError(
+            f"model.parts.{part}: {type(model).__name__} has no {name!r}; {parent or 'it'} has {', '.join(known)}"
+        ) from None
+
+
+def require_unembedding(model: Any) -> Any:
+    """Return the unembedding module, if it can be read as numbers.
+
+    Raises:
+        ModelError: there is none, or it is quantised.
+    """
+    name = type(model).__name__
+    head = model.get_output_embeddings() if callable(getattr(model, "get_output_embeddings", None)) else None
     weight = getattr(head, "weight", None)
     if weight is None or weight.dim() != 2:
-        raise ModelError(f"{type(model).__name__} has no unembedding matrix to read with")
-    if not weight.is_floating_point():
-        raise ModelError(f"the unembedding of {type(model).__name__} is quantised ({weight.dtype}): use a float model")
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == n_blocks]
-    if not lists:
-        raise ModelError(f"{type(model).__name__} has no list of {n_blocks} blocks, its depth by its config")
-    with _watch(model) as calls, torch.no_grad():
-        ids = probe_ids(vocab_size).to(weight.device)
-        model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
-    called = {id(call.module) for call in calls}
-    blocks = next((tuple(group) for group in lists if all(id(block) in called for block in group)), None)
-    if blocks is None:
-        raise ModelError(f"no list of {n_blocks} blocks in {type(model).__name__} is run on a text: nothing to read")
-    return Structure(blocks, _chain(calls, blocks[-1], head), head)
+        raise ModelError(f"{name} has no unembedding matrix to read with: load a ...ForCausalLM class")
+    if weight.dtype not in READABLE:
+        raise ModelError(f"the unembedding of {name} is quantised ({weight.dtype}): load the model in float")
+    return head
 
 
-@contextmanager
-def _watch(model: nn.Module) -> Iterator[list[Call]]:
-    calls: list[Call] = []
-    open_calls: dict[int, Call] = {}
-
-    def start(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        open_calls[id(module)] = Call(module, block_input(args, kwargs))
-        calls.append(open_calls[id(module)])
-
-    def end(module: nn.Module, _args: Any, output: Any) -> None:
-        open_calls[id(module)].returned = first_tensor(output)
-
-    handles = [module.register_forward_pre_hook(start, with_kwargs=True) for module in model.modules()]
-    handles += [module.register_forward_hook(end) for module in model.modules()]
-    try:
-        yield calls
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _chain(calls: list[Call], last_block: nn.Module, head: nn.Module) -> tuple[nn.Module, ...]:
-    inside = {id(module) for module in last_block.modules()}
-    at = max(i for i, call in enumerate(calls) if id(call.module) in inside)
-    state = next(call.returned for call in calls if call.module is last_block)
-    if state is not None and not torch.isfinite(state).all():
+def _find_port(calls: Sequence[Call], blocks: Sequence[nn.Module], ids: Tensor) -> tuple[Port, Tensor]:
+    """Find how the blocks hand on the state, and the state that the last one lets out."""
+    runs = [[call for call in calls if call.module is block] for block in blocks]
+    if idle := [str(i) for i, found in enumerate(runs) if not found]:
+        raise ModelError(f"of its {len(blocks)} blocks, {', '.join(idle)} do not run on a text alone")
+    if repeated := [i for i, found in enumerate(runs) if len(found) > 1]:
+        raise ModelError(
+            f"block {repeated[0]} runs {len(runs[repeated[0]])} times in one pass: a looped model has no one state "
+            "per block"
+        )
+    steps = [found[0] for found in runs]
+    ports: list[Port] | None = None
+    for before, after in pairwise(steps):
+        if after.begun < before.ended:
+            raise ModelError("the blocks do not run one after another")
+        found = [Port(a, o) for a, given in after.given for o, state in before.returned if _stream(given, state)]
+        ports = found if ports is None else [port for port in ports if port in found]
+        if not ports:
+            raise ModelError(
+                f"what block {steps.index(after)} is given is not what block {steps.index(before)} returned: there are "
+                "several residual streams, or arithmetic between the blocks, and no single state to read"
+            )
+    if ports is None:  # a single block
+        ports = [Port(a, o) for a, given in steps[0].given for o, state in steps[0].returned if given.dim() == 3]
+        if not ports:
+            raise ModelError("the only block passes no hidden state")
+    port = ports[0]
+    state = dict(steps[-1].returned).get(port.output)
+    if state is None or not any(place == port.argument for place, _ in steps[0].given):
+        raise ModelError("the blocks do not pass the hidden state all in one way")
+    if state.dim() != 3 or state.shape[:2] != ids.shape:
+        raise ModelError(
+            f"on {ids.shape[1]} tokens, block outputs have shape {tuple(state.shape)}, expected [1, {ids.shape[1]}, "
+            "width]: there is no single residual stream with a state per token"
+        )
+    if not torch.isfinite(state).all():
         raise ModelError("the last block's output holds NaN or infinity on a probe text: the weights are broken")
-    chain: list[nn.Module] = []
-    for call in calls[at + 1 :]:
-        if not _same(call.given, state):
-            continue
-        if call.module is head:
-            return tuple(chain)
-        if any(module is head for module in call.module.modules()):
-            continue  # a wrapper around the head: what it does inside follows
-        chain.append(call.module)
-        state = call.returned
+    return port, state
+
+
+def _stream(given: Tensor, state: Tensor) -> bool:
+    return given.shape == state.shape and given.dim() >= 3 and same(given, state)
+
+
+def _trace(
+    calls: Sequence[Call], last_block: nn.Module, head: nn.Module, state: Tensor
+) -> tuple[list[nn.Module], torch.dtype]:
+    """Trace what the head is given back to the last block's state: the chain, and the dtype it is given."""
+    end = next(call.ended for call in calls if call.module is last_block)
+    # A module with several inputs cannot be repeated from the state alone.
+    after = [call for call in calls if call.begun > end and len(call.given) == 1 and call.module is not head]
+    wrappers = [call for call in after if any(module is head for module in call.module.modules())]
+    between = [call for call in after if call not in wrappers]
+    for call in (call for call in reversed(calls) if call.module is head and call.begun > end):
+        for _, given in call.given:
+            for chain, dtype in _paths(between, given, state, call.begun, LONGEST_CHAIN):
+                return chain, dtype
+    for call in reversed(wrappers):  # what happens inside one is repeated with it
+        for chain, dtype in _paths(between, call.given[0][1], state, call.begun, LONGEST_CHAIN):
+            return [*chain, _inside(call.module, head)], dtype
     raise ModelError(
         f"the output of the last block ({type(last_block).__name__}) does not reach the unembedding "
         f"({type(head).__name__}) through modules alone: there is arithmetic in between that cannot be repeated"
     )
 
 
-def _same(given: Tensor | None, state: Tensor | None) -> bool:
-    """Tell whether a module was given this state: all of it or its last positions, perhaps in another dtype."""
-    if given is None or state is None or given.shape[-1] != state.shape[-1]:
-        return False
-    rows = given.reshape(-1, given.shape[-1])
-    known = state.reshape(-1, state.shape[-1]).to(given.dtype)
-    return rows.shape[0] <= known.shape[0] and torch.equal(rows, known[known.shape[0] - rows.shape[0] :])
-
-
-def arithmetic_candidates(config: Any) -> list[Arithmetic]:
-    """List what the config's fields may mean for the logits, most usual reading first.
-
-    `logits_scaling` divides in Granite and multiplies in HyperCLOVA-X; only the gate can tell.
-    """
-
-    def field(*names: str) -> float | None:
-        values = (getattr(config, name, None) for name in names)
-        return next((float(value) for value in values if value is not None), None)
-
-    multiply = field("logit_scale", "lm_head_multiplier")
-    scaling = field("logits_scaling")
-    cap = field("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
-    if scaling is None:
-        return [Arithmetic(multiply=multiply, softcap=cap)]
-    return [
-        Arithmetic(multiply=multiply, divide=scaling, softcap=cap),
-        Arithmetic(multiply=scaling * (multiply or 1.0), softcap=cap),
-    ]
+def _paths(
+    calls: Sequence[Call], wanted: Tensor, state: Tensor, before: int, most: int
+) -> Iterator[tuple[list[nn.Module], torch.dtype]]:
+    """Yield the ways from the state to a tensor: outermost modules first, exact steps before scaled ones."""
+    if same(wanted, state):
+        yield [], wanted.dtype
+        return
+    if (c := factor(wanted, state)) is not None:
+        yield [Scale(c)], wanted.dtype
+    if not most:
+        return
+    for exact in (True, False):
+        for call in calls:
+            if call.begun >= before:
+                continue
+            for _, returned in call.returned:
+                c = (1.0 if same(wanted, returned) else None) if exact else factor(wanted, returned)
+                if c is None:
+                    continue
+                for _, given in call.given:
+                    for chain, dtype in _paths(calls, given, state, call.begun, most - 1):
+                        yield [*chain, call.module, *([] if exact else [Scale(c)])], dtype

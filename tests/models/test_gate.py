@@ -102,7 +102,7 @@ def test_the_pass_ends_at_the_deepest_site() -> None:
         ("granite", "logits_scaling", 7.1),
     ],
 )
-def test_arithmetic_that_is_not_the_models_is_refused(family: str, field: str, value: Any) -> None:
+def test_arithmetic_that_the_config_misstates_is_measured(family: str, field: str, value: Any) -> None:
     model = build(family)
     honest = getattr(model.config, field)
     original = type(model).forward
@@ -121,8 +121,12 @@ def test_arithmetic_that_is_not_the_models_is_refused(family: str, field: str, v
     honest_config = model.config
     model.__class__ = Liar
     model.config = bent
-    with pytest.raises(GateError, match=r"logits differ by .* of the largest"):
-        open_model(model, facts(family))
+    opened = open_model(model, facts(family))
+    name = "softcap" if "softcap" in field else "multiply"
+    expected = 1 / honest if family == "granite" else honest
+    assert opened.unembed.head.arithmetic.as_dict()[name] == pytest.approx(expected, rel=1e-6)
+    state = opened.states(IDS, torch.ones_like(IDS), [LAST])[LAST][0]
+    torch.testing.assert_close(opened.unembed.logits(state), own_logits(model), rtol=0, atol=2e-5)
 
 
 class Bent(nn.Module):
@@ -153,7 +157,7 @@ def test_a_transform_hidden_in_the_head_is_refused(bend: Any) -> None:
         open_model(model, facts())
 
 
-def test_a_cap_after_the_head_that_plain_logits_do_not_show_is_refused() -> None:
+def test_a_cap_after_the_head_that_plain_logits_do_not_show_is_found() -> None:
     """A cap of 200 bends logits around 1 by less than a float32 can tell; amplified, it shows."""
     model = build("llama")
     plain = type(model).forward
@@ -167,11 +171,26 @@ def test_a_cap_after_the_head_that_plain_logits_do_not_show_is_refused() -> None
     model.lm_head.weight.data.mul_(0.01)
     model.__class__ = Capped
     assert own_logits(model).abs().max() < 1
-    with pytest.raises(GateError, match="amplified logits by 0"):
+    assert open_model(model, facts()).unembed.head.arithmetic.softcap == 200
+
+
+def test_a_bend_after_the_head_that_no_arithmetic_has_is_refused() -> None:
+    model = build("llama")
+    plain = type(model).forward
+
+    class Bending(type(model)):  # type: ignore[misc]
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            output = plain(self, *args, **kwargs)
+            output.logits = torch.asinh(output.logits / 50) * 50
+            return output
+
+    model.lm_head.weight.data.mul_(0.01)
+    model.__class__ = Bending
+    with pytest.raises(GateError, match=r"arithmetic none: logits differ by \d.*, amplified logits by [1-9]"):
         open_model(model, facts())
 
 
-def test_arithmetic_between_the_last_block_and_the_norm_is_refused() -> None:
+def test_arithmetic_between_the_last_block_and_the_norm_is_repeated_or_refused() -> None:
     model = build("llama")
     norm = model.model.norm
     plain = norm.forward
@@ -202,10 +221,21 @@ def test_arithmetic_between_the_last_block_and_the_norm_is_refused() -> None:
     class Functional(type(model.model)):  # type: ignore[misc]
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             output = forward(self, *args, **kwargs)
-            output.last_hidden_state = output.last_hidden_state * 1.5
+            output.last_hidden_state = change(output.last_hidden_state)
             return output
 
     model.model.__class__ = Functional
+
+    def change(state: torch.Tensor) -> torch.Tensor:
+        return state * 1.5
+
+    opened = open_model(model, facts())
+    assert opened.gate.chain == ("Outer", "Scale")
+    torch.testing.assert_close(opened.unembed.logits(state), own_logits(model), rtol=0, atol=3e-5)
+
+    def change(state: torch.Tensor) -> torch.Tensor:  # type: ignore[no-redef]
+        return state + 0.01 * state.abs()
+
     with pytest.raises(ModelError, match="does not reach the unembedding"):
         open_model(model, facts())
 
