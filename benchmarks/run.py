@@ -16,7 +16,8 @@ from pathlib import Path
 import torch
 
 from lenspipe.kernels.readout import Arithmetic, Head, Request, log_softmax, logits, read_rows, rows_per_block
-from lenspipe.models.lens_model import LensModel, shared_model
+from lenspipe.models.lens_model import LensModel
+from lenspipe.models.shared import shared_model
 from lenspipe.models.tokenizer import load_tokenizer
 from lenspipe.plan import make_plan
 from lenspipe.recipe import Recipe, load_recipe, make_recipe

@@ -1,4 +1,4 @@
-"""Command line: `lenspipe plan | run | show | plot | lens`.
+"""Command line: `lenspipe plan | run | show | plot | lens | validate-lens`.
 
 Results go to standard output, everything said on the way to standard error. Exit status 0: done; 1: the run failed;
 2: the request was wrong. Heavy libraries are imported by the command that needs them.
@@ -91,14 +91,15 @@ def show(
     sizes = ds.sizes
     print(f"{ds.attrs['model']}: {sizes['document']:,} documents, {sizes['token']:,} tokens, {sizes['layer']} layers")
     print(f"identity gate: logits differ by {gate['difference']:.1e} of the largest (at most {gate['tolerance']:.0e})")
-    table = layer_table(ds)
-    _print_frame(
-        table, {"top1": ".1%", "answer_top1": ".1%", "answer_top10": ".1%", "rank": ".0f", "answer_rank": ".0f"}
-    )
-    if by:
-        print(f"share of answers ranked first, by {by}")
-        groups = emergence(ds, by)
-        _print_frame(groups, dict.fromkeys(groups.columns, ".0%"))
+    formats = {"top1": ".1%", "answer_top1": ".1%", "answer_top10": ".1%", "rank": ".0f", "answer_rank": ".0f"}
+    for part in _lenses(ds):
+        if "lens" in ds.dims:
+            print(f"lens {part['lens'].values}")
+        _print_frame(layer_table(part), formats)
+        if by:
+            print(f"share of answers ranked first, by {by}")
+            groups = emergence(part, by)
+            _print_frame(groups, dict.fromkeys(groups.columns, ".0%"))
 
 
 @app.command()
@@ -110,12 +111,13 @@ def plot(
     target: Annotated[str | None, typer.Option(help="Whose rank: next, answer, or a tracked token.")] = None,
     within: Annotated[int, typer.Option(help="With --by: count an answer among so many best.", min=1)] = 10,
     first: Annotated[int, typer.Option(help="With --document: the first row to draw.", min=0)] = 0,
+    lens: Annotated[str | None, typer.Option(help="Which lens, in a dataset of several.")] = None,
 ) -> None:
     """Draw a dataset: the rank of the target by layer, or one document's heat map."""
     from lenspipe import plots  # noqa: PLC0415
-    from lenspipe.analysis import open_dataset  # noqa: PLC0415
+    from lenspipe.analysis import one_lens, open_dataset  # noqa: PLC0415
 
-    ds = open_dataset(dataset)
+    ds = one_lens(open_dataset(dataset), lens)
     if document is not None:
         figure = plots.heatmap(ds, document, first)
     elif by is not None:
@@ -126,27 +128,54 @@ def plot(
     print(output)
 
 
-@app.command()
-def lens(
+@app.command("lens")
+def lens_command(
     text: Annotated[str, typer.Argument(help="The prompt.")],
     model: Annotated[str, typer.Option("--model", "-m", help="A hub id, a local folder, or a GGUF file.")],
     revision: Annotated[str | None, typer.Option(help="The hub's branch, tag or commit.")] = None,
     top_k: Annotated[int, typer.Option(help="How many tokens to show a layer.", min=1)] = 5,
     position: Annotated[int, typer.Option(help="Position to read; -1 is the last.")] = -1,
     dtype: Annotated[str, typer.Option(help="What the model computes in.")] = "auto",
+    lens: Annotated[
+        list[str] | None,
+        typer.Option(help="logit, or a lens file; may be repeated. What it has no map for is read plainly."),
+    ] = None,
 ) -> None:
     """Read one prompt: what the model would say next, layer by layer. No recipe, nothing stored."""
-    from lenspipe.recipe import make_recipe  # noqa: PLC0415
-    from lenspipe.runs import read_one  # noqa: PLC0415
+    from lenspipe.models.lens_model import LensModel  # noqa: PLC0415
+    from lenspipe.prompts import logit_lens  # noqa: PLC0415
 
-    source = {"source": model, "dtype": dtype} | ({"revision": revision} if revision else {})
+    opened = LensModel.load(model, revision=revision, dtype=dtype)
+    ids = opened.to_tokens(text)
+    if not -len(ids) <= position < len(ids):
+        raise RequestError(
+            f"position {position}: the prompt has {len(ids)} tokens, so positions go from 0 to {len(ids) - 1}"
+        )
+    read_with = lens or ["logit"]
     measures = ["topk", "logsumexp", "entropy", "kl_final"]
-    values = {"model": source, "corpus": {"source": "prompt"}, "read": {"top_k": top_k, "measures": measures}}
-    reading = read_one(make_recipe(values, origin="the request"), text, _say)
-    n = len(reading.tokens)
-    if not -n <= position < n:
-        raise RequestError(f"position {position}: the prompt has {n} tokens, so positions go from 0 to {n - 1}")
-    _print_reading(reading, position % n)
+    top_k = min(top_k, opened.facts.vocab_size)
+    ds = logit_lens(opened, ids, lens=read_with, uncovered="logit", top_k=top_k, measures=measures)
+    at = position % len(ids)
+    print(f"{opened.facts.name} after {opened.to_string(ids[: at + 1])!r} (position {at} of {len(ids)} tokens)")
+    for part in _lenses(ds):
+        _print_reading(part.isel(token=at))
+
+
+@app.command("validate-lens")
+def validate_lens_command(
+    recipe: RecipeFile,
+    settings: Settings = None,
+    documents: Annotated[int, typer.Option(help="How many documents of the corpus to read.", min=1)] = 16,
+) -> None:
+    """Score a recipe's lenses: how far, in nats, each layer's prediction is from the last. Nothing is stored."""
+    from lenspipe.recipe import load_recipe  # noqa: PLC0415
+    from lenspipe.validation import validate_lens  # noqa: PLC0415
+
+    scores = validate_lens(load_recipe(recipe, settings or ()), documents)
+    for name in scores.columns[1:]:
+        better, mapped = int((scores[name] < scores["logit"]).sum()), int(scores[name].notna().sum())
+        print(f"{name}: nearer to the last layer than the logit lens at {better} of the {mapped} layers it covers")
+    _print_frame(scores, dict.fromkeys(scores.columns, ".4f"))
 
 
 def _say(line: str) -> None:
@@ -198,27 +227,35 @@ def _print_plan(found: "Plan", stderr: bool) -> None:
 def _print_frame(frame: Any, formats: dict[str, str]) -> None:
     from rich.text import Text  # noqa: PLC0415
 
+    def spell(value: Any, name: object) -> str:
+        if not isinstance(value, float):
+            return str(value)
+        return "—" if value != value else format(value, formats.get(str(name), ".3f"))
+
     table = _table(("layer", "right"), *((str(name), "left" if name == "site" else "right") for name in frame.columns))
     for layer, row in frame.iterrows():
-        cells = [format(v, formats.get(str(n), ".3f")) if isinstance(v, float) else str(v) for n, v in row.items()]
-        table.add_row(f"{layer:g}", *map(Text, cells))
+        table.add_row(f"{layer:g}", *(Text(spell(value, name)) for name, value in row.items()))
     _print(table)
 
 
-def _print_reading(reading: Any, position: int) -> None:
+def _lenses(ds: Any) -> list[Any]:
+    """Take a dataset apart by lens, if it has several."""
+    return [ds.sel(lens=name) for name in ds["lens"].values] if "lens" in ds.dims else [ds]
+
+
+def _print_reading(ds: Any) -> None:
     from rich.text import Text  # noqa: PLC0415
 
-    model, tokens = reading.model, reading.tokens
-    print(f"{model.facts.name} after {''.join(tokens[: position + 1])!r} (position {position} of {len(tokens)} tokens)")
-    n_best = reading.readouts[reading.sites[0].name]["topk_id"].shape[1]
-    best = [(f"{i + 1}.", "left") for i in range(n_best)]
+    if str(ds["lens"].values) != "logit":
+        print(f"lens {ds['lens'].values}")
+    best = [(f"{i + 1}.", "left") for i in range(ds.sizes["k"])]
     table = _table(("layer", "right"), ("entropy", "right"), ("KL to last", "right"), *best)
-    for site in reversed(reading.sites):
-        found = {name: values[position] for name, values in reading.readouts[site.name].items()}
-        probabilities = _exp(found["topk_logit"] - found["logsumexp"])
-        words = [reading.tokenizer.hf.decode([i]) for i in found["topk_id"].tolist()]
-        cells = [f"{word!r} {p:.1%}" for word, p in zip(words, probabilities, strict=True)]
-        numbers = f"{site.layer:g}", f"{found['entropy']:.2f}", f"{found['kl_final']:.2f}"
+    probabilities = _exp(ds["topk_logit"].values - ds["logsumexp"].values[:, None])
+    words = ds["vocab_token"].values[ds["topk_id"].values]
+    for i in reversed(range(ds.sizes["layer"])):
+        row = ds.isel(layer=i)
+        cells = [f"{str(word)!r} {p:.1%}" for word, p in zip(words[i], probabilities[i], strict=True)]
+        numbers = f"{float(row['layer']):g}", f"{float(row['entropy']):.2f}", f"{float(row['kl_final']):.2f}"
         table.add_row(*numbers, *map(Text, cells))
     _print(table)
 

@@ -14,7 +14,7 @@ from prefect import flow, task
 from prefect.artifacts import create_table_artifact
 
 from lenspipe.models.facts import read_facts
-from lenspipe.models.lens_model import shared_model
+from lenspipe.models.shared import shared_model
 from lenspipe.models.tokenizer import load_tokenizer
 from lenspipe.orchestration import Sender, is_transient, no_heartbeat, task_runner, wait
 from lenspipe.plan import Todo, make_plan, publish_cut, require_room
@@ -22,7 +22,7 @@ from lenspipe.recipe import Recipe, make_recipe
 from lenspipe.stages.assemble import assemble
 from lenspipe.stages.capture import capture
 from lenspipe.stages.encode import encode
-from lenspipe.stages.read import read
+from lenspipe.stages.read import load_lenses, read
 from lenspipe.storage.artifacts import ArtifactStore
 
 listener: Callable[[str, int], None] | None = None
@@ -120,6 +120,8 @@ def lens_flow(name: str, recipe: dict[str, Any], base: str) -> str:
         return str(plan.dataset_path)
     tokenizer = load_tokenizer(plan.facts.folder, plan.recipe.model.trust_remote_code)
     tracked = [tokenizer.single(token, plan.facts.vocab_size) for token in plan.recipe.read.tracked]
+    if plan.read:
+        load_lenses(plan.recipe, plan.facts, plan.sites)
     publish_cut(plan)
     send = Sender(plan, tracked)
     wait(send.batches(encode_task, plan.encode, most=4 * plan.recipe.run.workers))

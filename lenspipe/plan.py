@@ -17,7 +17,7 @@ from lenspipe.keys import artifact_key, digest
 from lenspipe.models.facts import ModelFacts, read_facts
 from lenspipe.recipe import Recipe
 from lenspipe.stages.assemble import dataset_path
-from lenspipe.stages.work import Cell, ShardWork, combine, dataset_key, resolved_max_length, shard_work
+from lenspipe.stages.work import Cell, ShardWork, combine, dataset_key, lens_digests, resolved_max_length, shard_work
 from lenspipe.storage.artifacts import ArtifactStore
 from lenspipe.variables import BY_NAME, variables_of
 
@@ -138,7 +138,8 @@ class Plan:
         width = (2 if self.facts.dtype == "float16" else 4) * self.facts.d_model
         captured = sum(self.n_rows([task.shard]) * len(task.cells) for task in self.capture) * width
         read = sum(self.n_rows([task.shard]) * len(task.cells) for task in self.read) * self.bytes_per_row()
-        dataset = self.n_rows() * len(self.sites) * self.bytes_per_row() if self.assemble else 0
+        cells = len(self.sites) * len(self.recipe.read.lens)
+        dataset = self.n_rows() * cells * self.bytes_per_row() if self.assemble else 0
         return captured + read + dataset + sum(8 * self.n_tokens([task.shard]) for task in self.encode)
 
     def files_to_write(self) -> int:
@@ -146,7 +147,12 @@ class Plan:
         captured = sum(len(task.cells) * 6 for task in self.capture)
         read = sum(len(task.cells) * 2 for task in self.read)
         readouts = sum(variable.is_readout for variable in variables_of(self.recipe.measures))
-        return captured + read + 3 * len(self.encode) + (readouts * len(self.sites) + 30 if self.assemble else 0)
+        return (
+            captured
+            + read
+            + 3 * len(self.encode)
+            + (readouts * len(self.sites) * len(self.recipe.read.lens) + 30 if self.assemble else 0)
+        )
 
 
 def make_plan(recipe: Recipe) -> Plan:
@@ -164,7 +170,8 @@ def make_plan(recipe: Recipe) -> Plan:
     store = ArtifactStore(recipe.store)
     corpus = _read_corpus(recipe)
     cut = _cut(recipe, store, corpus)
-    shards = tuple(_shard(recipe, facts, sites, corpus, i, *ends) for i, ends in enumerate(pairwise([0, *cut])))
+    lenses = lens_digests(recipe)
+    shards = tuple(_shard(recipe, facts, sites, lenses, corpus, i, *ends) for i, ends in enumerate(pairwise([0, *cut])))
     dataset = dataset_key(recipe, facts, shards)
     damaged: dict[str, None] = {}
 
@@ -192,7 +199,7 @@ def make_plan(recipe: Recipe) -> Plan:
         if (assemble or uncaptured) and lacks("encode", shard.encode):
             tasks["encode"].append(Todo(shard))
     captures = {cell.capture for shard in shards for cell in (*shard.cells, *([shard.final] if shard.final else []))}
-    n_cells = len(sites) * len(shards)
+    n_cells = len(sites) * len(shards) * len(lenses)
     return Plan(
         recipe=recipe,
         facts=facts,
@@ -297,13 +304,21 @@ def _cut(recipe: Recipe, store: ArtifactStore, corpus: _Corpus) -> list[int]:
 
 
 def _shard(
-    recipe: Recipe, facts: ModelFacts, sites: tuple[Site, ...], corpus: _Corpus, index: int, start: int, stop: int
+    recipe: Recipe,
+    facts: ModelFacts,
+    sites: tuple[Site, ...],
+    lenses: Mapping[str, str],
+    corpus: _Corpus,
+    index: int,
+    start: int,
+    stop: int,
 ) -> ShardWork:
     within = slice(start, stop)
     return shard_work(
         recipe,
         facts,
         sites,
+        lenses,
         (index, start, stop),
         sum(corpus.characters[within]),
         combine(corpus.contents[within]),

@@ -13,6 +13,7 @@ import xarray as xr
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from lenspipe.analysis.opening import one_lens
 from lenspipe.analysis.tables import emergence
 from lenspipe.errors import RequestError
 
@@ -36,6 +37,7 @@ def rank_by_layer(ds: xr.Dataset, target: str | int = "next") -> Figure:
         ds: an opened dataset.
         target: as in `ds.lens.rank_trajectory`; an answer is read at the last row of each document.
     """
+    ds = one_lens(ds)
     ranks = ds.lens.rank_trajectory(target).values
     document = ds["document"].values
     last = np.append(document[1:] != document[:-1], True)
@@ -63,6 +65,7 @@ def rank_by_layer(ds: xr.Dataset, target: str | int = "next") -> Figure:
 
 def emergence_by_group(ds: xr.Dataset, by: str, within: int = 1) -> Figure:
     """Draw at which layers answers emerge: the share of documents whose answer is among the best, per group."""
+    ds = one_lens(ds)
     table = emergence(ds, by, within)
     with mpl.rc_context(_STYLE):
         figure = Figure(figsize=(7, 3.8), layout="constrained")
@@ -87,6 +90,7 @@ def heatmap(ds: xr.Dataset, document: int, first: int = 0, width: int = 24) -> F
         document: its number.
         first, width: which of its rows to draw.
     """
+    ds = one_lens(ds)
     if "topk_id" not in ds or "logsumexp" not in ds:
         raise RequestError("the heat map needs topk and logsumexp: add them to read.measures and run again")
     chosen = ds.lens.doc(document)

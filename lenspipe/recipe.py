@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from lenspipe.errors import RequestError
 from lenspipe.variables import MEASURES, VARIABLES
@@ -116,9 +116,13 @@ class Capture(_Group):
     """`[capture]`: which states of the residual stream."""
 
     sites: Annotated[list[str] | None, BeforeValidator(_listed)] = Field(
-        None, description="site names (resid_post.3) or kinds (resid_post); the default is the whole stream"
+        None,
+        description="site names (resid_post.3) or kinds (resid_pre, resid_mid, resid_post, attn_out, mlp_out); "
+        "the default is the whole stream",
     )
-    layers: Literal["all"] | list[int] = Field("all", description="depths to keep, 0 to blocks; -1 is the last")
+    layers: Literal["all"] | list[int | float] = Field(
+        "all", description="depths to keep, 0 to blocks, halves for states inside a block; -1 is the last"
+    )
     positions: Literal["all", "last"] | list[int] = Field(
         "all", description="positions in each document to keep; negative counts from its end"
     )
@@ -134,10 +138,26 @@ class Capture(_Group):
         return self
 
 
+def lens_name(source: str) -> str:
+    """Name a lens for people: "logit", or its file's or folder's name."""
+    return Path(source).name or source
+
+
 class Read(_Group):
     """`[read]`: what is computed from each state."""
 
-    lens: Literal["logit"] = Field("logit", description="the map from a state to one that Unembed can read")
+    lens: Annotated[list[str], BeforeValidator(_listed)] = Field(
+        default=["logit"],
+        min_length=1,
+        description='"logit", or the path of a tuned-lens folder or a Jacobian-lens file; a list reads with each',
+    )
+    uncovered: Literal["refuse", "logit"] = Field(
+        "refuse", description="states for which a lens has no map: refuse the run, or read them by the logit lens"
+    )
+    precision: Literal["model", "float32"] = Field(
+        "model",
+        description="round the final norm's result as the model does, or not at all; logits are float32 in both",
+    )
     measures: list[Literal["topk", "logsumexp", "entropy", "target", "kl_final"]] = Field(
         default=["topk", "logsumexp", "entropy", "target", "kl_final"], min_length=1, description="what to compute"
     )
@@ -149,6 +169,14 @@ class Read(_Group):
         None, min_length=1, description="a column with each document's answer, tracked in that document"
     )
     answer_prefix: str = Field(" ", description="put before the answer, unless it begins with white space")
+
+    @field_validator("lens")
+    @classmethod
+    def _named_apart(cls, lens: list[str]) -> list[str]:
+        names = [lens_name(item) for item in lens]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"two lenses are called {twice[0]!r}, and the dataset tells them apart by that name")
+        return lens
 
 
 class Run(_Group):
@@ -254,16 +282,18 @@ def make_recipe(values: Mapping[str, Any], base: Path | str = ".", origin: str =
 
 def _override(values: dict[str, Any], override: str) -> None:
     name, equals, text = override.partition("=")
-    group, dot, field = name.strip().partition(".")
-    if not (equals and dot and field):
+    *groups, field = name.strip().split(".")
+    if not (equals and groups and field):
         raise RequestError(f"--set {override!r}: write group.name=value, such as read.top_k=20")
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         value = text.strip()
-    if not isinstance(values.setdefault(group, {}), dict):
-        raise RequestError(f"--set {override!r}: {group} is not a group of the recipe")
-    values[group][field] = value
+    for group in groups:
+        values = values.setdefault(group, {})
+        if not isinstance(values, dict):
+            raise RequestError(f"--set {override!r}: {group} is not a group of the recipe")
+    values[field] = value
 
 
 def _explain(problem: Any) -> str:
@@ -289,15 +319,16 @@ def _explain(problem: Any) -> str:
 
 def _is_union_branch(part: str) -> bool:
     """Tell whether pydantic names a branch of a union here, which a reader of the recipe never wrote."""
-    return "[" in part or part in ("str", "int")
+    return "[" in part or part in ("str", "int", "float")
 
 
 def _known_names(location: Sequence[str]) -> list[str]:
-    fields = Recipe.model_fields
-    if not location:
-        return [name for name in fields if name != "base"]
-    group = fields[location[0]].annotation if location[0] in fields else None
-    return list(group.model_fields) if isinstance(group, type) and issubclass(group, BaseModel) else []
+    group: Any = Recipe
+    for name in location:
+        fields = group.model_fields if isinstance(group, type) and issubclass(group, BaseModel) else {}
+        group = fields[name].annotation if name in fields else None
+    known = list(group.model_fields) if isinstance(group, type) and issubclass(group, BaseModel) else []
+    return [name for name in known if name != "base"]
 
 
 def _describe(location: Sequence[str]) -> str:

@@ -4,15 +4,11 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from lenspipe.errors import DamagedArtifactError, RequestError, UnconvertedError
 from lenspipe.models.gguf import convert
 from lenspipe.plan import Plan, make_plan, require_room
 from lenspipe.recipe import Recipe
-
-if TYPE_CHECKING:
-    from lenspipe.prompts import PromptReading
 
 ATTEMPTS = 3
 """How often a run goes back for an artifact that turned out damaged on the way."""
@@ -79,19 +75,6 @@ def run(
         finally:
             pipeline.listener = None
     raise AssertionError("unreachable")
-
-
-def read_one(recipe: Recipe, text: str, say: Callable[[str], None] = lambda _: None) -> "PromptReading":
-    """Read one text in memory, converting a GGUF model first if that was never done.
-
-    Raises:
-        RequestError, ModelError: as read_prompt.
-    """
-    if recipe.model.source.endswith(".gguf") and recipe.path(recipe.model.source).is_file():
-        convert(recipe.path(recipe.model.source), say)
-    from lenspipe.prompts import read_prompt  # noqa: PLC0415 -- imports torch
-
-    return read_prompt(recipe, text)
 
 
 def _private_prefect(recipe: Recipe) -> None:

@@ -8,7 +8,7 @@ Units: nats for information and for logits (whose differences are nats), "1" for
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Dim = Literal["layer", "token", "k", "document", "tracked", "vocab"]
+Dim = Literal["lens", "layer", "token", "k", "document", "tracked", "vocab"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +73,11 @@ VARIABLES: tuple[Variable, ...] = (
 COORDINATES: tuple[Variable, ...] = (
     Variable("layer", ("layer",), "float64", "1", "depth in the residual stream",
              "number of blocks applied: 0 is the input of the first block, the last enters the final norm"),
+    Variable("lens", ("lens",), "str", "1", "lens with which the states are read",
+             "logit, or the name of its file or folder; a dimension in front of layer where there are several"),
     Variable("site", ("layer",), "str", "1", "place in the model where the state is read",
-             "resid_pre.i is the input of block i, resid_post.i its output"),
+             "resid_pre.i is the input of block i, resid_post.i its output, resid_mid.i the state between "
+             "attention and MLP; attn_out.i and mlp_out.i are what these add to the stream"),
     Variable("k", ("k",), "int32", "1", "place in the top-k", "0 is the largest logit"),
     Variable("input_id", ("token",), "int32", "1", "id of the token at this position", "as fed to the model"),
     Variable("document", ("token",), "int32", "1", "number of the token's document",

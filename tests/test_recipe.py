@@ -40,6 +40,7 @@ def test_defaults_are_pinned(file):
             "dtype": "auto",
             "attention": "auto",
             "trust_remote_code": False,
+            "parts": dict.fromkeys(["blocks", "chain", "head", "multiply", "divide", "softcap"]),
         },
         "corpus": {
             "source": ["texts.txt"],
@@ -59,7 +60,9 @@ def test_defaults_are_pinned(file):
         },
         "capture": {"sites": None, "layers": "all", "positions": "all", "residuals": "keep"},
         "read": {
-            "lens": "logit",
+            "lens": ["logit"],
+            "uncovered": "refuse",
+            "precision": "model",
             "measures": ["topk", "logsumexp", "entropy", "target", "kl_final"],
             "top_k": 10,
             "tracked": [],
@@ -136,7 +139,7 @@ def test_all_problems_are_listed():
     found = problems(
         model={"sorce": "m"},
         corpus={"source": "a.txt", "unit": "word", "limit": 0},
-        read={"topk": 5, "lens": "tuned"},
+        read={"topk": 5, "lens": []},
         run={"memory": "much"},
     )
     names = {line.split(":")[0] for line in found}
@@ -169,7 +172,6 @@ def test_top_k_is_a_whole_number_from_one(value):
         ("corpus", "overflow", "drop"),
         ("capture", "residuals", True),
         ("capture", "layers", "last"),
-        ("capture", "layers", [1.0]),
         ("capture", "layers", ["1"]),
         ("capture", "positions", "first"),
         ("capture", "positions", [True]),

@@ -77,10 +77,17 @@ class Lens:
     def to_dataframe(self) -> pd.DataFrame:
         """Lay the dataset out as a table, one row per (layer, token).
 
-        Columns: layer, site, document, position, token (string), is_special, the kept columns, then every readout with
-        one value per row. Tracked tokens become columns of their own, the top-k's first entry `top1` and `top1_logit`.
+        Columns: lens (where there are several), layer, site, document, position, token (string), is_special, the kept
+        columns, then every readout with one value per row. Tracked tokens become columns of their own, the top-k's
+        first entry `top1` and `top1_logit`.
         """
         ds = self._ds
+        if "lens" in ds.dims:
+            frames = [ds.sel(lens=name).lens.to_dataframe() for name in ds["lens"].values]
+            names = np.repeat(ds["lens"].values.astype(object), [len(frame) for frame in frames])
+            together: pd.DataFrame = pd.concat(frames, ignore_index=True)
+            together.insert(0, "lens", names)
+            return together
         ds = ds.expand_dims([dim for dim in ("layer", "token") if dim not in ds.dims])
         n_layers, n_tokens = ds.sizes["layer"], ds.sizes["token"]
         document = np.broadcast_to(ds["document"].values, n_tokens)

@@ -32,8 +32,33 @@ def open_dataset(path: Path | str) -> xr.Dataset:
         raise StoreError(f"cannot open {path}: {error}") from error
     if missing := {"layer", "site", "document", "position", "input_id"} - set(ds.variables):
         raise RequestError(f"{path} is a Zarr store but no dataset of lenspipe: it has no {', '.join(sorted(missing))}")
+    return indexed(ds)
+
+
+def indexed(ds: xr.Dataset) -> xr.Dataset:
+    """Add the indexes: layer and lens have theirs; site, and document with position, get one.
+
+    Small variables are loaded; readouts stay where they are.
+    """
     small = [name for name in ds.variables if "layer" not in ds[name].dims or ds[name].dims == ("layer",)]
     for name in small:
         ds[name].load()
-    indexed: xr.Dataset = ds.set_xindex("site").set_xindex(["document", "position"])
-    return indexed
+    found: xr.Dataset = ds.set_xindex("site").set_xindex(["document", "position"])
+    return found
+
+
+def one_lens(ds: xr.Dataset, name: str | None = None) -> xr.Dataset:
+    """Select one lens of a dataset that was read with several.
+
+    Args:
+        ds: with or without a dimension `lens`.
+        name: which; None if there is only one.
+
+    Raises:
+        RequestError: no such lens, or several and none is named.
+    """
+    names = [str(known) for known in ds["lens"].values.ravel()] if "lens" in ds.variables else ["logit"]
+    if (name is None and "lens" in ds.dims) or (name is not None and name not in names):
+        asked = f"no lens {name!r}" if name else "several lenses: choose one, as in ds.sel(lens=...)"
+        raise RequestError(f"{asked}; this dataset has {', '.join(map(repr, names))}")
+    return ds.sel(lens=name) if "lens" in ds.dims else ds

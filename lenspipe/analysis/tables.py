@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
+from lenspipe.analysis.opening import one_lens
 from lenspipe.errors import RequestError
 
 
@@ -18,6 +19,7 @@ def layer_table(ds: xr.Dataset) -> pd.DataFrame:
     (median rank of the next token), `log_prob` (of the next token, nats), `entropy` and `kl_final` (nats), and
     `answer_top1`, `answer_top10`, `answer_rank` (median), read at the last row of each document.
     """
+    ds = one_lens(ds)
     plain = ~ds["is_special"].values
     document = ds["document"].values
     columns: dict[str, object] = {"site": ds["site"].values.astype(object)}
@@ -50,6 +52,7 @@ def emergence(ds: xr.Dataset, by: str, within: int = 1) -> pd.DataFrame:
     Raises:
         RequestError: no answers, or no such column.
     """
+    ds = one_lens(ds)
     if "answer_rank" not in ds:
         raise RequestError("this dataset tracks no answers: set read.answer to a column and run again")
     if by not in ds.variables or ds[by].dims != ("document",):

@@ -29,9 +29,11 @@ TOKENIZER = (
     "*.tiktoken",
     "chat_template*",
 )
-_DEPTH = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
-_WIDTH = ("hidden_size", "n_embd", "d_model")
+_DEPTH = ("decoder_layers", "num_hidden_layers", "n_layer", "num_layers", "n_layers", "layers_block_type")
+WIDTH = ("hidden_size", "n_embd", "d_model")
 POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")
+_VOCABULARY = ("unpadded_vocab_size", "vocab_size")
+_BLOCKS_ELSEWHERE = {"longcat_flash": ("num_layers",)}  # counts its attentions, two a block, as hidden layers
 _PROVENANCE = ("_name_or_path", "name_or_path", "transformers_version", "local_files_only", "_commit_hash")
 _CAUSAL = re.compile(r"(CausalLM|LMHeadModel|ForConditionalGeneration)$")
 
@@ -124,8 +126,9 @@ def read_facts(recipe: Recipe) -> ModelFacts:
     folder = find_checkpoint(recipe)
     name = Path(recipe.model.source).name if folder != Path(recipe.model.source) else folder.name
     config = _config(folder, name)
-    text: dict[str, Any] = config["text_config"] if isinstance(config.get("text_config"), dict) else config
+    text = text_config(config)
     _refuse_other_kinds(config, name)
+    n_blocks, d_model, vocab_size = sizes_of(config, name)
     weights = [path for pattern in WEIGHTS for path in folder.glob(pattern)]
     if any(path.suffix == ".safetensors" for path in weights):
         weights = [path for path in weights if path.suffix == ".safetensors"]
@@ -142,14 +145,51 @@ def read_facts(recipe: Recipe) -> ModelFacts:
     return ModelFacts(
         name=name.removesuffix(".gguf"),
         folder=folder,
-        n_blocks=_number(text, _DEPTH, name),
-        d_model=_number(text, _WIDTH, name),
-        vocab_size=_number(text, ("vocab_size",), name),
+        n_blocks=n_blocks,
+        d_model=d_model,
+        vocab_size=vocab_size,
         max_positions=next((text[field] for field in POSITIONS if isinstance(text.get(field), int)), None),
         dtype=dtype,
         digest=digest({"config": _plain(config), "files": digest_files([*weights, *code])}),
         tokenizer_digest=_tokenizer_digest(tokenizer, name),
     )
+
+
+def declared(config: Any, names: tuple[str, ...]) -> int | None:
+    """Read the first of some fields that a live config has."""
+    return next((value for value in (getattr(config, name, None) for name in names) if isinstance(value, int)), None)
+
+
+def live_facts(hf: Any, n_blocks: int, d_model: int, vocab_size: int) -> ModelFacts:
+    """Learn of a live model what it says itself; it has no folder and no digests."""
+    return ModelFacts(
+        name=Path(str(hf.config._name_or_path or type(hf).__name__)).name,
+        folder=Path(),
+        n_blocks=n_blocks,
+        d_model=d_model,
+        vocab_size=vocab_size,
+        max_positions=declared(hf.config.get_text_config(decoder=True), POSITIONS),
+        dtype=str(hf.dtype).removeprefix("torch."),
+        digest="",
+        tokenizer_digest="",
+    )
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Find the language model's part of a config: the whole, or one nested in it."""
+    inner = config.get("text_config")
+    return inner if isinstance(inner, dict) else config
+
+
+def sizes_of(config: Mapping[str, Any], name: str) -> tuple[int, int, int]:
+    """Read depth, width and number of logits off a config.json.
+
+    Raises:
+        ModelError: it does not name them.
+    """
+    text = text_config(config)
+    depth = _BLOCKS_ELSEWHERE.get(str(text.get("model_type")), _DEPTH)
+    return _number(text, depth, name), _number(text, WIDTH, name), _number(text, _VOCABULARY, name)
 
 
 def _config(folder: Path, name: str) -> dict[str, Any]:
@@ -190,8 +230,11 @@ def _refuse_other_kinds(config: Mapping[str, Any], name: str) -> None:
 
 def _number(config: Mapping[str, Any], names: tuple[str, ...], name: str) -> int:
     for field in names:
-        if isinstance(config.get(field), int):
-            return int(config[field])
+        found = config.get(field)
+        if isinstance(found, list):  # of the kinds of all blocks
+            found = len(found)
+        if isinstance(found, int) and found > 0:
+            return found
     raise ModelError(f"model {name}: config.json names none of {', '.join(names)}")
 
 

@@ -15,7 +15,7 @@ from lenspipe.errors import ModelError
 from lenspipe.models.facts import gguf_folder
 
 
-def convert(path: Path, say: Callable[[str], None]) -> Path:
+def convert(path: Path, say: Callable[[str], None] = lambda _: None) -> Path:
     """Convert a GGUF file, unless that was done before, and return the checkpoint folder.
 
     Raises:

@@ -19,8 +19,9 @@ from lenspipe.grid import Site, select_sites
 from lenspipe.kernels.readout import Arithmetic, Head
 from lenspipe.models.arithmetic import arithmetic_candidates
 from lenspipe.models.branches import BRANCHED, Branches, find_branches
-from lenspipe.models.facts import POSITIONS, ModelFacts, read_facts
+from lenspipe.models.facts import WIDTH, ModelFacts, declared, live_facts, read_facts
 from lenspipe.models.gate import GateFigures, prove
+from lenspipe.models.gguf import convert
 from lenspipe.models.reading import read_states, require_sites
 from lenspipe.models.structure import Structure, find_structure, probe_ids, require_unembedding, run
 from lenspipe.models.tokenizer import Tokenizer, load_tokenizer
@@ -63,7 +64,7 @@ class LensModel:
         """Load a checkpoint with its tokenizer, behind the gate.
 
         Args:
-            source: a local folder or a hub id.
+            source: a local folder, a GGUF file or a hub id.
             revision: the hub's branch, tag or commit.
             dtype: what the model computes in: auto, float32, bfloat16, float16.
             attention: attention implementation.
@@ -78,6 +79,8 @@ class LensModel:
         named = asked | ({"revision": revision} if revision else {})
         values = {"model": named, "corpus": {"source": "none"}, "run": {"device": device}}
         recipe = make_recipe(values, origin="LensModel.load")
+        if str(source).endswith(".gguf"):
+            convert(recipe.path(str(source)))
         facts = read_facts(recipe)
         return load_model(recipe, facts, load_tokenizer(facts.folder, trust_remote_code))
 
@@ -241,36 +244,27 @@ def open_model(
     except Exception as error:  # models raise what they like
         raise ModelError(f"{name} does not run on a text alone: {type(error).__name__}: {error}") from error
     structure = find_structure(hf, parts, ids, facts.n_blocks if facts else None)
+    text = hf.config.get_text_config(decoder=True)
+    said = declared(text, WIDTH)
+    if said not in (None, structure.d_model):
+        raise ModelError(
+            f"the blocks of {name} pass states of width {structure.d_model}, and its config says {said}: they hold "
+            "several residual streams, and there is no single one to read"
+        )
     # Logits may be fewer than the rows of a padded unembedding.
     weight, bias = structure.head.weight.detach().float()[:n_logits], getattr(structure.head, "bias", None)
     head = Head(weight, None if bias is None else bias.detach().float()[:n_logits], Arithmetic())
     raw = Unembed(structure.chain, head, structure.dtype, structure.d_model)
-    candidates = arithmetic_candidates(hf.config.get_text_config(decoder=True), parts)
+    candidates = arithmetic_candidates(text, parts)
     arithmetic, figures = prove(hf, structure, raw, candidates, ids)
     unembed = replace(raw, head=replace(head, arithmetic=arithmetic))
-    facts = facts or _live_facts(hf, structure, unembed)
+    facts = facts or live_facts(hf, len(structure.blocks), structure.d_model, head.vocab_size)
     if (facts.d_model, facts.vocab_size) != (structure.d_model, head.vocab_size):
         raise ModelError(
             f"{name} has width {structure.d_model} and {head.vocab_size} logits, and its config says {facts.d_model} "
             f"and {facts.vocab_size}: the checkpoint does not fit its config"
         )
     return LensModel(facts, hf, structure, unembed, figures, tokenizer)
-
-
-def _live_facts(hf: Any, structure: Structure, unembed: Unembed) -> ModelFacts:
-    text = hf.config.get_text_config(decoder=True)
-    positions = (getattr(text, name, None) for name in POSITIONS)
-    return ModelFacts(
-        name=Path(str(hf.config._name_or_path or type(hf).__name__)).name,
-        folder=Path(),
-        n_blocks=len(structure.blocks),
-        d_model=structure.d_model,
-        vocab_size=unembed.head.vocab_size,
-        max_positions=next((number for number in positions if isinstance(number, int)), None),
-        dtype=str(hf.dtype).removeprefix("torch."),
-        digest="",
-        tokenizer_digest="",
-    )
 
 
 def load_model(recipe: Recipe, facts: ModelFacts, tokenizer: Tokenizer | None = None) -> LensModel:
@@ -305,27 +299,3 @@ def load_model(recipe: Recipe, facts: ModelFacts, tokenizer: Tokenizer | None = 
             f"({len(missing)} in all), which would be made up at random: name a complete checkpoint"
         )
     return open_model(hf, facts, recipe.model.parts, tokenizer)
-
-
-_shared: dict[str, LensModel | ModelError] = {}
-_lock = Lock()
-
-
-def shared_model(recipe: Recipe, facts: ModelFacts) -> LensModel:
-    """Load a model once per process, and keep the one last used; a model that was refused once stays refused.
-
-    Raises:
-        ModelError: as load_model.
-    """
-    name = repr((facts.folder, facts.digest, facts.dtype, recipe.model, recipe.run.device))
-    with _lock:
-        if name not in _shared:
-            _shared.clear()
-            try:
-                _shared[name] = load_model(recipe, facts)
-            except ModelError as error:
-                _shared[name] = error
-        found = _shared[name]
-    if isinstance(found, ModelError):
-        raise found
-    return found

@@ -181,6 +181,7 @@ def _find_port(calls: Sequence[Call], blocks: Sequence[nn.Module], ids: Tensor) 
         found = [Port(a, o) for a, given in after.given for o, state in before.returned if _stream(given, state)]
         ports = found if ports is None else [port for port in ports if port in found]
         if not ports:
+            _require_finite(before)
             raise ModelError(
                 f"what block {steps.index(after)} is given is not what block {steps.index(before)} returned: there are "
                 "several residual streams, or arithmetic between the blocks, and no single state to read"
@@ -198,9 +199,13 @@ def _find_port(calls: Sequence[Call], blocks: Sequence[nn.Module], ids: Tensor) 
             f"on {ids.shape[1]} tokens, block outputs have shape {tuple(state.shape)}, expected [1, {ids.shape[1]}, "
             "width]: there is no single residual stream with a state per token"
         )
-    if not torch.isfinite(state).all():
-        raise ModelError("the last block's output holds NaN or infinity on a probe text: the weights are broken")
+    _require_finite(steps[-1])
     return port, state
+
+
+def _require_finite(step: Call) -> None:
+    if any(not torch.isfinite(state).all() for _, state in step.returned if state.dim() >= 3):
+        raise ModelError("a block's output holds NaN or infinity on a probe text: the weights are broken")
 
 
 def _stream(given: Tensor, state: Tensor) -> bool:

@@ -4,9 +4,8 @@ Artifact: `dataset.zarr`. Nothing is computed here: rows are put back into docum
 """
 
 import json
-import platform
 from collections.abc import Callable, Mapping, Sequence
-from importlib.metadata import version
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +13,17 @@ import numpy as np
 
 from lenspipe.errors import RequestError
 from lenspipe.grid import Site
-from lenspipe.kernels.windows import Rows, select_rows
+from lenspipe.kernels.windows import select_rows
 from lenspipe.models.facts import ModelFacts
 from lenspipe.models.tokenizer import Tokenizer
-from lenspipe.recipe import Recipe
+from lenspipe.recipe import Recipe, lens_name
 from lenspipe.stages.encode import load_columns, load_tokens
-from lenspipe.stages.work import VERSION, ShardWork, dataset_inputs, dataset_key
+from lenspipe.stages.labels import Piece, attributes, dimensions, in_document_order, small_variables
+from lenspipe.stages.work import VERSION, Place, ShardWork, dataset_inputs, dataset_key
 from lenspipe.storage.arrays import Array, read_table
 from lenspipe.storage.artifacts import ArtifactStore
-from lenspipe.storage.dataset import DATASET, DatasetWriter, object_array
-from lenspipe.variables import BY_NAME, variables_of
-
-PACKAGES = ("lenspipe", "torch", "transformers", "tokenizers", "numpy", "zarr", "xarray")
+from lenspipe.storage.dataset import DATASET, DatasetWriter
+from lenspipe.variables import variables_of
 
 
 def dataset_path(store: ArtifactStore, key: str) -> Path:
@@ -59,15 +57,10 @@ def assemble(
     if store.is_whole("assemble", key):
         return
     tables = [_ShardTable(store, recipe, shard) for shard in shards]
-    starts = np.concatenate([[0], np.cumsum([len(table.rows) for table in tables])])
-    sizes = {
-        "layer": len(sites),
-        "token": int(starts[-1]),
-        "k": recipe.read.top_k,
-        "tracked": len(tracked),
-        "document": shards[-1].stop,
-        "vocab": facts.vocab_size,
-    }
+    pieces = [table.piece for table in tables]
+    starts = np.concatenate([[0], np.cumsum([len(piece.rows) for piece in pieces])])
+    lenses = [lens_name(source) for source in recipe.read.lens]
+    sizes = dimensions(recipe, lenses, sites, pieces, facts.vocab_size)
     if not sizes["token"]:
         raise RequestError(
             f"no document has a token at the positions {recipe.capture.positions}: widen capture.positions"
@@ -76,20 +69,19 @@ def assemble(
     with store.publish("assemble", key, dataset_inputs(recipe, facts, shards)) as draft:
         writer = DatasetWriter(draft.folder, sizes)
         gate = _worst_gate(store, shards)
-        vocabulary = tokenizer.strings(facts.vocab_size)
-        small = _small_variables(recipe, sites, tables, vocabulary, tracked)
-        writer.create(small, readouts, _attributes(recipe, facts, shards, key, gate))
-        for layer, site in enumerate(sites):
-            for start, stop in writer.token_blocks():
-                pieces: list[Mapping[str, Array]] = []
-                for i, table in enumerate(tables):
-                    a, b = max(start, starts[i]), min(stop, starts[i + 1])
-                    if a < b:
-                        found = table.readouts(store, site)
-                        pieces.append({name: found[name][a - starts[i] : b - starts[i]] for name in found})
-                for variable in readouts:
-                    writer.write(variable, layer, start, np.concatenate([piece[variable.name] for piece in pieces]))
-                report(stop - start)
+        small = small_variables(recipe, lenses, sites, pieces, tokenizer.strings(facts.vocab_size), tracked)
+        writer.create(small, readouts, attributes(recipe, facts, gate) | _provenance(shards, key))
+        for (i, lens), (j, site), (start, stop) in product(enumerate(lenses), enumerate(sites), writer.token_blocks()):
+            parts: list[Mapping[str, Array]] = []
+            for n, table in enumerate(tables):
+                a, b = max(start, starts[n]), min(stop, starts[n + 1])
+                if a < b:
+                    found = table.readouts(store, (lens, site.name))
+                    parts.append({name: found[name][a - starts[n] : b - starts[n]] for name in found})
+            for variable in readouts:
+                values = np.concatenate([part[variable.name] for part in parts])
+                writer.write(variable, (i, j) if len(lenses) > 1 else (j,), start, values)
+            report(stop - start)
         writer.finish()
         draft.attributes.update(rows=sizes["token"], layers=sizes["layer"], documents=sizes["document"])
 
@@ -98,62 +90,18 @@ class _ShardTable:
     """What the dataset needs of one shard."""
 
     def __init__(self, store: ArtifactStore, recipe: Recipe, shard: ShardWork) -> None:
-        self.shard = shard
-        self.tokens = load_tokens(store, shard.encode)
-        self.rows: Rows = select_rows(self.tokens, recipe.capture.positions)
-        self.columns = load_columns(store, shard.encode)
-        self.cells = {cell.site: cell for cell in shard.cells}
-        self._last: tuple[Site, Mapping[str, Array]] | None = None
+        tokens = load_tokens(store, shard.encode)
+        rows = select_rows(tokens, recipe.capture.positions)
+        self.piece = Piece(shard.start, shard.stop, tokens, rows, load_columns(store, shard.encode))
+        self.cells = {(cell.lens, cell.site): cell for cell in shard.cells}
+        self._last: tuple[Place, Mapping[str, Array]] | None = None
 
-    def readouts(self, store: ArtifactStore, site: Site) -> Mapping[str, Array]:
+    def readouts(self, store: ArtifactStore, place: Place) -> Mapping[str, Array]:
         """One cell's arrays in document order."""
-        if self._last is None or self._last[0] != site:
-            table = read_table(store, "read", self.cells[site.name].read)
-            ordered = {name: np.empty_like(values) for name, values in table.items()}
-            for name, values in table.items():
-                ordered[name][self.rows.reading_order] = values
-            self._last = site, ordered
+        if self._last is None or self._last[0] != place:
+            table = read_table(store, "read", self.cells[place].read)
+            self._last = place, in_document_order(table, self.piece.rows)
         return self._last[1]
-
-
-def _small_variables(
-    recipe: Recipe,
-    sites: Sequence[Site],
-    tables: Sequence[_ShardTable],
-    vocabulary: list[str],
-    tracked: tuple[int, ...],
-) -> dict[str, tuple[tuple[str, ...], Any]]:
-    def rows(name: str) -> Any:
-        return np.concatenate([getattr(table.rows, name) for table in tables])
-
-    document = np.concatenate([table.rows.document + np.int32(table.shard.start) for table in tables])
-    small: dict[str, Any] = {
-        "layer": np.array([site.layer for site in sites]),
-        "site": np.array([site.name for site in sites], dtype=object),
-        "input_id": rows("input_id"),
-        "document": document,
-        "position": rows("position"),
-        "sequence": rows("sequence"),
-        "is_special": rows("is_special"),
-        "document_length": np.bincount(document, minlength=tables[-1].shard.stop).astype(np.int32),
-        "vocab_token": np.array(vocabulary, dtype=object),
-    }
-    if "topk" in recipe.measures:
-        small["k"] = np.arange(recipe.read.top_k, dtype=np.int32)
-    if "target" in recipe.measures:
-        small["target_id"] = rows("target_id")
-    if tracked:
-        small["tracked"] = np.array([vocabulary[i] for i in tracked], dtype=object)
-        small["tracked_id"] = np.array(tracked, dtype=np.int32)
-    if recipe.read.answer:
-        for name in ("answer_id", "answer_length"):
-            small[name] = np.concatenate([getattr(table.tokens, name) for table in tables])
-    placed: dict[str, tuple[tuple[str, ...], Any]] = {
-        name: (BY_NAME[name].dims, values) for name, values in small.items()
-    }
-    for name in recipe.columns:
-        placed[name] = (("document",), object_array([v for table in tables for v in table.columns[name]]))
-    return placed
 
 
 def _worst_gate(store: ArtifactStore, shards: Sequence[ShardWork]) -> dict[str, Any]:
@@ -166,22 +114,6 @@ def _worst_gate(store: ArtifactStore, shards: Sequence[ShardWork]) -> dict[str, 
     return dict(max(figures, key=lambda found: (found["difference"], found["amplified_difference"])))
 
 
-def _attributes(
-    recipe: Recipe, facts: ModelFacts, shards: Sequence[ShardWork], key: str, gate: Mapping[str, Any]
-) -> dict[str, Any]:
-    versions = {name: version(name) for name in PACKAGES} | {"python": platform.python_version()}
-    return {
-        "Conventions": "CF-1.11",
-        "title": f"Logit lens of {facts.name}",
-        "source": f"lenspipe {version('lenspipe')}",
-        "model": facts.name,
-        "recipe": json.dumps(recipe.as_dict()),
-        "key": key,
-        "keys": json.dumps(
-            {"encode": [shard.encode for shard in shards], "read": "see manifest.json beside this store"}
-        ),
-        "stage_versions": json.dumps(VERSION),
-        "digests": json.dumps({"model": facts.digest, "tokenizer": facts.tokenizer_digest}),
-        "gate": json.dumps(gate),
-        "versions": json.dumps(versions),
-    }
+def _provenance(shards: Sequence[ShardWork], key: str) -> dict[str, Any]:
+    keys = {"encode": [shard.encode for shard in shards], "read": "see manifest.json beside this store"}
+    return {"key": key, "keys": json.dumps(keys), "stage_versions": json.dumps(VERSION)}

@@ -90,10 +90,23 @@ def encode_documents(
         found = _windows(document, recipe, max_length, tokenizer)
         windows += [(number, i, window) for i, window in enumerate(found)]
         answers.append(_answer(document.columns, recipe, tokenizer))
+    return token_shard(windows, answers, tokenizer.special_ids)
+
+
+def token_shard(
+    windows: Sequence[tuple[int, int, Window]], answers: Sequence[tuple[int, int]], special: frozenset[int]
+) -> TokenShard:
+    """Lay windows out as one shard.
+
+    Args:
+        windows: number of the document, number of the window in it, window.
+        answers: per document, first id and number of ids of its answer; -1 and 0 where there is none.
+        special: ids that are special tokens.
+    """
     ids = np.array([i for *_, window in windows for i in window.ids], dtype=np.int32)
     return TokenShard(
         input_id=ids,
-        is_special=np.isin(ids, sorted(tokenizer.special_ids)),
+        is_special=np.isin(ids, sorted(special)),
         length=_int32(len(window.ids) for *_, window in windows),
         context=_int32(window.context for *_, window in windows),
         position=_int32(window.position for *_, window in windows),

@@ -1,30 +1,82 @@
 """Read: a shard's residuals -> the readouts of its cells.
 
-Rows are read in blocks as large as the memory budget allows, each block at every site before the next, so that the last
-layer's distribution is computed once a block. With stored residuals and while capturing, the blocks are the same
-and so are the numbers. Artifact per cell: a table with one array per readout variable, in reading order.
+Rows are read in blocks as large as the memory budget allows, each block at every site with every lens before the next,
+so that the last layer's distribution is computed once a block. With stored residuals and while capturing, the blocks
+are the same and so are the numbers. Artifact per cell: a table with one array per readout variable, in reading order.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from lenspipe.errors import RequestError
 from lenspipe.grid import Site
 from lenspipe.kernels import readout as kernel
 from lenspipe.kernels.readout import Request
 from lenspipe.kernels.windows import Rows, TokenShard, select_rows
+from lenspipe.lenses.files import lens_digest, load_lens
+from lenspipe.lenses.lens import LOGIT, Lens
+from lenspipe.models.facts import ModelFacts
 from lenspipe.models.lens_model import LensModel
-from lenspipe.recipe import Recipe
+from lenspipe.models.unembed import Unembed
+from lenspipe.recipe import Recipe, lens_name
 from lenspipe.stages.capture import captured_batches
 from lenspipe.stages.encode import load_tokens
-from lenspipe.stages.work import Cell, ShardWork, read_inputs, sites_of
+from lenspipe.stages.work import Cell, Place, ShardWork, lens_digests, read_inputs, sites_of
 from lenspipe.storage.arrays import Array, open_residual, write_table
 from lenspipe.storage.artifacts import ArtifactStore
 from lenspipe.variables import variables_of
 
 Blocks = Iterator[Mapping[Site, Tensor]]
+
+
+def load_lenses(
+    recipe: Recipe, facts: ModelFacts, sites: Iterable[Site], given: Mapping[str, Lens] | None = None
+) -> dict[str, Lens]:
+    """Load the lenses of a recipe, name -> lens, and hold them against the states to be read.
+
+    Args:
+        recipe, facts: of the run.
+        sites: to be read.
+        given: lenses that are in memory already, by the name that the recipe has for them.
+
+    Raises:
+        RequestError: a lens that is not of this model, or has no map for a state, where the recipe does not say to
+            read that by the logit lens.
+    """
+    loaded = {}
+    sources = {lens_name(source): source for source in recipe.read.lens}
+    for name, source in sources.items():
+        if given and name in given:
+            loaded[name] = given[name]
+        elif source == "logit":
+            loaded[name] = LOGIT
+        else:
+            path = recipe.path(source)
+            loaded[name] = _load_lens(path, lens_digest(path), facts.d_model, facts.n_blocks)
+        if recipe.read.uncovered == "refuse" and (bare := [s.name for s in sites if not _covers(loaded[name], s)]):
+            layers = ", ".join(str(layer) for layer in sorted({*loaded[name].translators, facts.n_blocks}))
+            some = f"{', '.join(bare[:5])}{' ...' if bare[5:] else ''}"
+            raise RequestError(
+                f"the lens {name} has no map for {some}: it covers the stream at layers {layers}; choose "
+                'those in [capture], or set read.uncovered = "logit"'
+            )
+    return loaded
+
+
+@lru_cache(maxsize=2)
+def _load_lens(path: Path, digest: str, d_model: int, n_blocks: int) -> Lens:
+    # The digest is there so that a changed file is loaded anew.
+    return load_lens(path, d_model, n_blocks)
+
+
+def _covers(lens: Lens, site: Site) -> bool:
+    # What a branch adds is no state, so no trained lens has a map for it.
+    return lens.kind == "logit" or (site.is_state and lens.covers(site.layer))
 
 
 def read(
@@ -60,72 +112,84 @@ def read(
     height = kernel.rows_per_block(recipe.run.memory, head, model.facts.n_blocks + 1)
     needed = {cell.site: cell for cell in (*cells, *([shard.final] if shard.final else []))}
     sites = sites_of(needed.values(), model.facts)
+    lenses = load_lenses(recipe, model.facts, sites_of(cells, model.facts))
     if stream:
         batches = captured_batches(model, tokens, rows, sites, recipe.run.batch_tokens, report, shard.start)
-        blocks = _regroup(batches, height)
+        blocks = regroup(batches, height)
     else:
         blocks = _stored_blocks(store, dict(zip(sites, needed.values(), strict=True)), len(rows), height, report)
-    readouts = read_blocks(
-        model, tokens, rows, request, dict(zip(sites_of(cells, model.facts), cells, strict=True)), blocks
-    )
+    places = {(cell.lens, site): cell for cell, site in zip(cells, sites_of(cells, model.facts), strict=True)}
+    unembed = model.unembed.at(recipe.read.precision)
+    readouts = read_blocks(unembed, model.facts, tokens, rows, request, lenses, list(places), blocks)
+    digests = lens_digests(recipe)
     for cell in cells:
         final = shard.final.capture if shard.final else None
-        with store.publish("read", cell.read, read_inputs(recipe, cell.capture, final, shard.answers)) as draft:
-            write_table(draft.folder, readouts[cell.site])
-            draft.attributes.update(site=cell.site, rows=len(rows), gate=model.gate.as_dict())
+        inputs = read_inputs(recipe, cell.capture, final, shard.answers, digests[cell.lens])
+        with store.publish("read", cell.read, inputs) as draft:
+            write_table(draft.folder, readouts[cell.lens, cell.site])
+            draft.attributes.update(site=cell.site, lens=cell.lens, rows=len(rows), gate=model.gate.as_dict())
 
 
 def read_blocks(
-    model: LensModel,
+    unembed: Unembed,
+    facts: ModelFacts,
     tokens: TokenShard,
     rows: Rows,
     request: Request,
-    sites: Mapping[Site, object],
+    lenses: Mapping[str, Lens],
+    places: Sequence[tuple[str, Site]],
     blocks: Blocks,
-) -> dict[str, dict[str, Array]]:
+) -> dict[Place, dict[str, Array]]:
     """Compute the readouts of whole blocks of rows.
 
     Args:
-        model: with its Unembed.
+        unembed: in the precision asked for.
+        facts: of the model.
         tokens, rows: of the shard.
         request: which measures.
-        sites: which to read; the blocks may hold the last layer's site beside them.
+        lenses: by name.
+        places: which site to read with which lens; the blocks may hold the last layer's site beside them.
         blocks: residuals of consecutive rows in reading order, per site.
 
     Returns:
-        Per site name and variable, an array over all rows in reading order.
+        Per (lens, site) name and variable, an array over all rows in reading order.
     """
     order = rows.reading_order
-    target = torch.from_numpy(rows.target_id[order].astype(np.int64))
-    answer = torch.from_numpy(tokens.answer_id[rows.document[order]].astype(np.int64))
-    lengths = {"k": request.top_k, "tracked": len(request.tracked)}
-    readouts: dict[str, dict[str, Array]] = {
-        site.name: {
-            variable.name: np.empty((len(rows), *(lengths[dim] for dim in variable.dims[2:])), dtype=variable.dtype)
-            for variable in variables_of(request.measures)
-            if variable.is_readout
-        }
-        for site in sites
-    }
-    last = Site("resid_post", model.facts.n_blocks - 1)
-    unembed = model.unembed
     device = unembed.head.weight_VD.device
+    ids = [
+        torch.from_numpy(known[order].astype(np.int64)) for known in (rows.target_id, tokens.answer_id[rows.document])
+    ]
+    readouts = {(lens, site.name): _empty(request, len(rows)) for lens, site in places}
+    mapped = {name: lens.to(device) for name, lens in lenses.items()}
+    last = Site("resid_post", facts.n_blocks - 1)
     start = 0
     for block in blocks:
         stop = start + len(next(iter(block.values())))
         final = kernel.log_softmax(unembed.logits(block[last])) if "kl_final" in request.measures else None
-        ids = target[start:stop].to(device), answer[start:stop].to(device)
-        for site in sites:
-            found = kernel.read_rows(unembed.head, unembed.normed(block[site]), request, *ids, final)
-            for name, values in found.items():
-                readouts[site.name][name][start:stop] = values.cpu().numpy()
+        target, answer = (known[start:stop].to(device) for known in ids)
+        for name, site in places:
+            state, lens = block[site].to(device), mapped[name]
+            if lens.kind != "logit" and _covers(lens, site):
+                state = lens.apply(state.float(), site.layer)
+            found = kernel.read_rows(unembed.head, unembed.normed(state), request, target, answer, final)
+            for variable, values in found.items():
+                readouts[name, site.name][variable][start:stop] = values.cpu().numpy()
         start = stop
     if start != len(rows):
         raise ValueError(f"{start} of {len(rows)} rows were read")
     return readouts
 
 
-def _regroup(batches: Iterator[dict[Site, Tensor]], height: int) -> Blocks:
+def _empty(request: Request, n_rows: int) -> dict[str, Array]:
+    lengths = {"k": request.top_k, "tracked": len(request.tracked)}
+    return {
+        variable.name: np.empty((n_rows, *(lengths[dim] for dim in variable.dims[2:])), dtype=variable.dtype)
+        for variable in variables_of(request.measures)
+        if variable.is_readout
+    }
+
+
+def regroup(batches: Iterator[dict[Site, Tensor]], height: int) -> Blocks:
     """Turn batches of any size into blocks of `height` rows; the last may be shorter."""
     held: dict[Site, Tensor] = {}
     for batch in batches:

@@ -11,25 +11,31 @@ from typing import Any
 
 from lenspipe.grid import Site, parse_site
 from lenspipe.keys import artifact_key, digest
+from lenspipe.lenses.files import lens_digest
 from lenspipe.models.facts import ModelFacts
-from lenspipe.recipe import Recipe
+from lenspipe.recipe import Parts, Recipe, lens_name
 
-VERSION = {"encode": 1, "capture": 1, "read": 1, "assemble": 1}
+VERSION = {"encode": 1, "capture": 1, "read": 1, "assemble": 2}
 """The version of each stage's numbers: raise one, and its results and all that rest on them are redone."""
 
 DEFAULT_MAX_LENGTH = 1024
 
+Place = tuple[str, str]
+"""Names of a lens and a site."""
+
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One site of one shard.
+    """One site of one shard, read with one lens.
 
     Attributes:
         site: its name.
-        capture, read: keys of its residuals and readouts.
+        lens: name of the lens.
+        capture, read: keys of its residuals, which all lenses share, and of its readouts.
     """
 
     site: str
+    lens: str
     capture: str
     read: str
 
@@ -45,7 +51,7 @@ class ShardWork:
         contents, columns, answers: digests of its documents' texts, kept columns and answers.
         tokens: digest of all that decides its token ids.
         encode: key of its encode artifact.
-        cells: selected sites in order of depth.
+        cells: lens by lens, the selected sites in order of depth.
         final: the cell of the last layer, when a measure needs it.
     """
 
@@ -85,6 +91,16 @@ def resolved_max_length(recipe: Recipe, facts: ModelFacts) -> int:
     return recipe.corpus.max_length or min(DEFAULT_MAX_LENGTH, facts.max_positions or DEFAULT_MAX_LENGTH)
 
 
+def lens_digests(recipe: Recipe) -> dict[str, str]:
+    """Name the lenses of a recipe: name -> digest, or "logit". Imports no torch.
+
+    Raises:
+        RequestError: a path with no lens of a known format.
+    """
+    sources = recipe.read.lens
+    return {lens_name(s): "logit" if s == "logit" else lens_digest(recipe.path(s)) for s in sources}
+
+
 def token_inputs(recipe: Recipe, facts: ModelFacts, contents: str) -> dict[str, Any]:
     """All that decides a shard's token ids."""
     corpus = recipe.corpus
@@ -115,20 +131,22 @@ def capture_inputs(recipe: Recipe, facts: ModelFacts, tokens: str, site: Site) -
         "tokens": tokens,
         "state": site.state,
         "positions": positions if isinstance(positions, str) else sorted(set(positions)),
+        **({} if recipe.model.parts == Parts() else {"parts": recipe.model.parts.model_dump()}),
     }
 
 
-def read_inputs(recipe: Recipe, capture: str, final: str | None, answers: str) -> dict[str, Any]:
-    """All that decides a cell's readouts."""
+def read_inputs(recipe: Recipe, capture: str, final: str | None, answers: str, lens: str) -> dict[str, Any]:
+    """All that decides a cell's readouts; `lens` is its digest, or "logit"."""
     read = recipe.read
     return {
         "capture": capture,
         "final": final,
-        "lens": read.lens,
+        "lens": lens if lens == "logit" else {"digest": lens, "uncovered": read.uncovered},
         "measures": sorted(recipe.measures),
         "top_k": read.top_k if "topk" in read.measures else None,
         "tracked": read.tracked,
         "answers": {"texts": answers, "prefix": read.answer_prefix} if read.answer else None,
+        **({} if read.precision == "model" else {"precision": read.precision}),
     }
 
 
@@ -136,6 +154,7 @@ def shard_work(
     recipe: Recipe,
     facts: ModelFacts,
     sites: tuple[Site, ...],
+    lenses: Mapping[str, str],
     place: tuple[int, int, int],
     characters: int,
     contents: str,
@@ -146,6 +165,7 @@ def shard_work(
 
     Args:
         recipe, facts, sites: of the run.
+        lenses: name -> digest, or "logit".
         place: number of the shard, its first document, the document after its last.
         characters: of its documents.
         contents, columns, answers: digests of its documents' texts, kept columns and answers.
@@ -159,10 +179,10 @@ def shard_work(
     last = Site("resid_post", facts.n_blocks - 1)
     final = capture_key(last) if "kl_final" in recipe.measures else None
 
-    def cell(site: Site) -> Cell:
+    def cell(site: Site, lens: str) -> Cell:
         capture = capture_key(site)
-        inputs = read_inputs(recipe, capture, final, answers)
-        return Cell(site.name, capture, artifact_key("read", VERSION["read"], inputs))
+        inputs = read_inputs(recipe, capture, final, answers, lenses[lens])
+        return Cell(site.name, lens, capture, artifact_key("read", VERSION["read"], inputs))
 
     return ShardWork(
         *place,
@@ -172,8 +192,8 @@ def shard_work(
         answers,
         tokens,
         encode,
-        tuple(cell(site) for site in sites),
-        cell(last) if final else None,
+        tuple(cell(site, lens) for lens in lenses for site in sites),
+        cell(last, next(iter(lenses))) if final else None,
     )
 
 
@@ -188,7 +208,8 @@ def dataset_inputs(recipe: Recipe, facts: ModelFacts, shards: Iterable[ShardWork
         "vocabulary": facts.tokenizer_digest,
         "columns": list(recipe.columns),
         "shards": [
-            {"encode": shard.encode, "read": [[cell.site, cell.read] for cell in shard.cells]} for shard in shards
+            {"encode": shard.encode, "read": [[cell.lens, cell.site, cell.read] for cell in shard.cells]}
+            for shard in shards
         ],
     }
 

@@ -57,13 +57,7 @@ class DatasetWriter:
             large: readout variables, to be written by `write`.
             attributes: of the dataset.
         """
-        variables = {n: xr.Variable(dims, values, self._attributes(n)) for n, (dims, values) in small.items()}
-        data = [name for name in small if name in BY_NAME and BY_NAME[name].measure]
-        dataset = xr.Dataset(
-            {name: variables[name] for name in data},
-            coords={name: variable for name, variable in variables.items() if name not in data},
-            attrs=dict(attributes),
-        )
+        dataset = in_memory(small, attributes)
         encoding: dict[str, dict[str, Any]] = {str(name): {"_FillValue": None} for name in dataset.variables}
         for name, stored in dataset.variables.items():
             if stored.dtype.kind in "iufb":
@@ -71,23 +65,23 @@ class DatasetWriter:
                 encoding[str(name)] |= {"compressors": _COMPRESSORS, "chunks": chunks}
         dataset.to_zarr(self.path, zarr_format=3, consolidated=False, write_empty_chunks=True, encoding=encoding)
         for variable in large:
-            shape = tuple(self.sizes[dim] for dim in variable.dims)
-            within = {"layer": 1, "token": CHUNK_TOKENS}
+            dims = readout_dims(variable, self.sizes)
+            within = {"lens": 1, "layer": 1, "token": CHUNK_TOKENS}
             self._arrays[variable.name] = zarr.create_array(
                 self.path,
                 name=variable.name,
-                shape=shape,
-                chunks=tuple(min(within.get(dim, self.sizes[dim]), self.sizes[dim]) for dim in variable.dims),
+                shape=tuple(self.sizes[dim] for dim in dims),
+                chunks=tuple(min(within.get(dim, self.sizes[dim]), self.sizes[dim]) for dim in dims),
                 dtype=variable.dtype,
                 compressors=_COMPRESSORS,
-                dimension_names=variable.dims,
+                dimension_names=dims,
                 attributes=variable.attributes,
                 config={"write_empty_chunks": True},
             )
 
-    def write(self, variable: Variable, layer: int, start: int, values: npt.NDArray[Any]) -> None:
-        """Write one readout variable at one layer, for whole chunks of token from `start` on."""
-        self._arrays[variable.name][layer, start : start + len(values)] = values
+    def write(self, variable: Variable, place: tuple[int, ...], start: int, values: npt.NDArray[Any]) -> None:
+        """Write one readout variable at one (lens and) layer, for whole chunks of token from `start` on."""
+        self._arrays[variable.name][(*place, slice(start, start + len(values)))] = values
 
     def finish(self) -> None:
         """Count the chunks and consolidate the metadata.
@@ -104,12 +98,28 @@ class DatasetWriter:
             warnings.simplefilter("ignore")
             zarr.consolidate_metadata(group.store)
 
-    @staticmethod
-    def _attributes(name: str) -> dict[str, Any]:
-        if name not in BY_NAME:
-            return {"long_name": f"column {name!r} of the corpus", "units": "1", "definition": "kept as in the source"}
-        found = BY_NAME[name].attributes
-        return {**found, "sample_dimension": "token"} if name == "document_length" else found
+
+def readout_dims(variable: Variable, sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """Dimensions of a readout in a dataset of these sizes: `lens` comes first where there is such a dimension."""
+    return ("lens", *variable.dims) if "lens" in sizes else variable.dims
+
+
+def in_memory(placed: Mapping[str, tuple[tuple[str, ...], Any]], attributes: Mapping[str, Any]) -> xr.Dataset:
+    """Make a dataset of variables and coordinates, name -> (dims, values), with what variables.py says of them."""
+    variables = {n: xr.Variable(dims, values, _attributes(n)) for n, (dims, values) in placed.items()}
+    data = [name for name in placed if name in BY_NAME and BY_NAME[name].measure]
+    return xr.Dataset(
+        {name: variables[name] for name in data},
+        coords={name: variable for name, variable in variables.items() if name not in data},
+        attrs=dict(attributes),
+    )
+
+
+def _attributes(name: str) -> dict[str, Any]:
+    if name not in BY_NAME:
+        return {"long_name": f"column {name!r} of the corpus", "units": "1", "definition": "kept as in the source"}
+    found = BY_NAME[name].attributes
+    return {**found, "sample_dimension": "token"} if name == "document_length" else found
 
 
 def object_array(values: list[Any]) -> npt.NDArray[Any]:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lenspipe.errors import LenspipeError
 from lenspipe.grid import Site
+from lenspipe.models.facts import sizes_of
 from lenspipe.models.lens_model import LensModel, open_model
 from tests.families.tiny import TYPES, NotBuildable, build
 
@@ -47,6 +48,9 @@ def judge(model_type: str) -> Verdict:
         opened = open_model(model)
     except LenspipeError as error:
         return Verdict(model_type, "refused", str(error))
+    facts = opened.facts
+    if sizes_of(model.config.to_dict(), model_type) != (facts.n_blocks, facts.d_model, facts.vocab_size):
+        return Verdict(model_type, "wrong", "its config.json does not tell its sizes")
     if worst := disagreement(model, opened):
         return Verdict(model_type, "wrong", worst)
     parts = [("middle", "resid_mid"), ("attention", "attn_out"), ("mlp", "mlp_out")]
