@@ -12,7 +12,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help env model demo test check fmt fmt-check lint types layers docs bench clean
+.PHONY: help env model demo test check fmt fmt-check lint types layers docs families bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -65,9 +65,12 @@ layers: env ## check which part imports which
 	@echo "== layers: import-linter"
 	@$(BIN)/lint-imports --no-cache --no-logo
 
-docs: env ## check that docs/variables.md and the README's examples are true
+docs: env ## check that generated pages and the examples in README and docs are true
 	@echo "== docs: scripts/docs.py --check"
 	@$(BIN)/python scripts/docs.py --check
+
+families: env ## read every model type of the installed transformers, and write docs/families.md
+	@$(BIN)/python -m tests.families.sweep $(ARGS)
 
 bench: env model ## measure speed and memory
 	@$(BIN)/python benchmarks/run.py $(ARGS)

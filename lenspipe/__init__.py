@@ -9,18 +9,22 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lenspipe.analysis import open_dataset
+    from lenspipe.readouts import Readout
     from lenspipe.recipe import Recipe, load_recipe, make_recipe
     from lenspipe.runs import plan_recipe, run
+    from lenspipe.vectors import readout
 
 __version__ = version("lenspipe")
-__all__ = ["Recipe", "load_recipe", "make_recipe", "open_dataset", "plan_recipe", "run"]
+__all__ = ["Readout", "Recipe", "load_recipe", "make_recipe", "open_dataset", "plan_recipe", "readout", "run"]
 
 _HOME = {
+    "Readout": "readouts",
     "Recipe": "recipe",
     "load_recipe": "recipe",
     "make_recipe": "recipe",
     "open_dataset": "analysis",
     "plan_recipe": "runs",
+    "readout": "vectors",
     "run": "runs",
 }
 

@@ -1,7 +1,7 @@
 """Write the generated pages of docs/, or with --check prove that they and the README are true today.
 
 docs/variables.md comes from lenspipe/variables.py, docs/recipe.md from lenspipe/recipe.py. The check runs every python
-block of the README, in order, in one namespace.
+block of the README and of docs/coming-from.md, in order, in one namespace a page, and every call in that page's tables.
 """
 
 import re
@@ -98,11 +98,17 @@ def main() -> None:
     for name, text in pages.items():
         if (ROOT / "docs" / name).read_text(encoding="utf-8") != text:
             sys.exit(f"docs/{name} is not what the code says: run python scripts/docs.py")
+    counts = [run_examples(ROOT / name) for name in ("README.md", "docs/coming-from.md")]
+    print(f"docs: {len(pages)} generated pages and {sum(counts)} examples are true")
+
+
+def run_examples(path: Path) -> int:
+    """Run a page's python blocks and the last cells of its tables, and count them."""
     namespace: dict[str, object] = {}
-    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"), re.M | re.S)
-    for block in blocks:
-        exec(compile(block, "README.md", "exec"), namespace)
-    print(f"docs: {len(pages)} generated pages and {len(blocks)} README examples are true")
+    found = re.findall(r"^```python\n(.*?)^```|^\|.*\| `([^`|]+)` \|$", path.read_text(encoding="utf-8"), re.M | re.S)
+    for block, call in found:
+        exec(compile(block or call, path.name, "exec"), namespace)
+    return len(found)
 
 
 if __name__ == "__main__":

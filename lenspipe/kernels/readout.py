@@ -88,20 +88,21 @@ class Request:
     tracked: tuple[int, ...] = ()
 
 
-def rows_per_block(budget: int, head: Head, n_states: int) -> int:
+def rows_per_block(budget: int, head: Head, n_states: int, setting: str = "run.memory") -> int:
     """Count the rows to read at once: as many as read fastest, and no more than the budget allows.
 
     Args:
         budget: bytes.
         head: the unembedding.
         n_states: residuals of one row that are held while reading, the model's depth + 1.
+        setting: what the budget is called where it was set.
 
     Raises:
         RequestError: the budget does not hold one row.
     """
     row = 4 * (BUFFERS * head.vocab_size + n_states * head.weight_VD.shape[1])
     if budget < row:
-        raise RequestError(f"run.memory is {budget} bytes, but one row of logits takes {row}: allow more")
+        raise RequestError(f"{setting} is {budget} bytes, but one row of logits takes {row}: allow more")
     return min(budget // row, max(FEWEST_ROWS, BLOCK_BYTES // (4 * head.vocab_size)))
 
 

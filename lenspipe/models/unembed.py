@@ -77,6 +77,15 @@ class Unembed:
         Raises:
             RequestError: another width, or no floating-point numbers.
         """
+        flat = self.flat(vectors, apply_norm)
+        return self.normed(flat) if apply_norm else flat.to(self.head.weight_VD.device)
+
+    def flat(self, vectors: Tensor, apply_norm: bool = True) -> Tensor:
+        """Check vectors [..., d_model] and lay them out as rows, computing nothing: [R, d_model].
+
+        Raises:
+            RequestError: another width, or no floating-point numbers.
+        """
         if not vectors.is_floating_point():
             raise RequestError(f"vectors must be floating-point numbers, found {vectors.dtype}")
         width = self.d_model if apply_norm else self.head.weight_VD.shape[1]
@@ -85,5 +94,4 @@ class Unembed:
                 f"vectors have shape {tuple(vectors.shape)}, and {'the model' if apply_norm else 'the unembedding'} "
                 f"has width {width}: the last dimension must be {width}"
             )
-        flat = vectors.reshape(-1, width)
-        return self.normed(flat) if apply_norm else flat.to(self.head.weight_VD.device)
+        return vectors.reshape(-1, width)
