@@ -159,7 +159,7 @@ def _read(
     model.require(needed)
     unembed = model.unembed.at(recipe.read.precision)
     batches = captured_batches(model, shard, rows, needed, recipe.run.batch_tokens, lambda _: None)
-    blocks = regroup(batches, kernel.rows_per_block(recipe.run.memory, unembed.head, len(needed)))
+    blocks = regroup(batches, kernel.rows_per_block(recipe.run.memory, unembed.head, len(needed), "memory"))
     request = Request(recipe.measures, recipe.read.top_k, tracked)
     places = [(name, site) for name in lenses for site in sites]
     readouts = read_blocks(unembed, facts, shard, rows, request, lenses, places, blocks)

@@ -123,15 +123,15 @@ class Readout:
             figures = zip(rows["value"][i], rows["rank"][i], strict=True)
             cells = [f"{value:.4g} #{rank}" if rank >= 0 else "-" for value, rank in figures]
             if not shared:
-                cells = [f"{name} {cell}" for name, cell in zip(names[i], cells, strict=True)]
+                cells = [f"{name} {cell}".lstrip() for name, cell in zip(names[i], cells, strict=True)]
             lines.append([str(place), f"{entropy[i]:.3f}", *cells])
         return ["row", "entropy", *(names[0] if shared else map(str, range(n_tokens)))], lines
 
     def _names(self, ids: np.ndarray) -> list[list[str]]:
-        """Name ids: their string in quotes, so that spaces show; the number where there is none."""
+        """Name ids: their string in quotes, so that spaces show; the number where there is none; nothing for -1."""
         spelled = np.full(ids.shape, "", dtype=object) if self.tokenizer is None else _spelled(self.tokenizer, ids)
         return [
-            [repr(name) if name else str(number) for name, number in zip(*line, strict=True)]
+            [repr(name) if name else str(number) if number >= 0 else "" for name, number in zip(*line, strict=True)]
             for line in zip(spelled.tolist(), ids.tolist(), strict=True)
         ]
 

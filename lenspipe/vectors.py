@@ -24,7 +24,7 @@ from lenspipe.readouts import Readout
 Tokens = str | int | Sequence[str | int] | Tensor | np.ndarray
 Values = Literal["logits", "log_probs", "probs"]
 
-SORT_FROM = 64
+SORT_FROM = 32
 """Tokens in a row from which one sort of its logits is faster than counting the larger ones for each."""
 
 
@@ -142,11 +142,11 @@ class _Rows:
         else:
             ids_RK = self.ids_RK[part].to(device)
             ranks_RK = _ranks(plain_RV, ids_RK.clamp(min=0))
-        lse_R = logits_RV.logsumexp(dim=1)
+        logprob_RV = logits_RV.log_softmax(dim=1)
+        lse_R = logits_RV.amax(dim=1) - logprob_RV.amax(dim=1)
         # The vector is looked at too: a softcap makes plain numbers of an infinite one.
         sound_R = torch.isfinite(self.flat_RD[part].detach().float()).all(dim=1).to(device)
         broken_R = ~(sound_R & torch.isfinite(lse_R.detach()))
-        logprob_RV = logits_RV.log_softmax(dim=1)
         found_RK = (logits_RV if self.values == "logits" else logprob_RV).gather(1, ids_RK.clamp(min=0))
         missing_RK = (ids_RK < 0) | broken_R[:, None]
         found = {

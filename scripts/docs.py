@@ -105,7 +105,8 @@ def main() -> None:
 def run_examples(path: Path) -> int:
     """Run a page's python blocks and the last cells of its tables, and count them."""
     namespace: dict[str, object] = {}
-    found = re.findall(r"^```python\n(.*?)^```|^\|.*\| `([^`|]+)` \|$", path.read_text(encoding="utf-8"), re.M | re.S)
+    pattern = r"^```python\n([\s\S]*?)^```|^\|.*\| `([^`|]+)` \|$"
+    found = re.findall(pattern, path.read_text(encoding="utf-8"), re.M)
     for block, call in found:
         exec(compile(block or call, path.name, "exec"), namespace)
     return len(found)

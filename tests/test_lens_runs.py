@@ -1,6 +1,8 @@
 """Several lenses in one run and in memory: the same residuals, captured once, and each lens has its own numbers."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -158,3 +160,46 @@ def test_validation_scores_a_lens_by_its_divergence_from_the_last_layer(values: 
     by_document = [float(kl.isel(token=ds["document"].values == i).mean()) for i in range(3)]
     assert scores.loc[3, "jacobian.pt"] == pytest.approx(np.mean(by_document), rel=1e-5)
     assert scores.loc[4, "logit"] == pytest.approx(0, abs=1e-6)
+
+
+def test_a_run_reads_what_lies_inside_blocks(values: Values) -> None:
+    sites = ["resid_mid", "attn_out.1", "mlp_out.3", "resid_post.1"]
+    path = run(make_recipe({**values, "capture": {"sites": sites}}))
+    ds = open_dataset(path)
+    assert list(ds["site"].values) == [
+        "resid_mid.0", "attn_out.1", "resid_mid.1", "resid_post.1", "resid_mid.2", "resid_mid.3", "mlp_out.3",
+    ]  # fmt: skip
+    assert list(ds["layer"].values) == [0.5, 1.5, 1.5, 2.0, 2.5, 3.5, 4.0]
+    model = LensModel.load(TINY)
+    row = ds.isel(token=slice(0, int(ds["document_length"][0])))
+    ids = torch.tensor(row["input_id"].values.astype(np.int64))[None]
+    seen: list[torch.Tensor] = []
+    hook = model.hf.model.layers[1].self_attn.register_forward_hook(lambda _m, _a, out: seen.append(out[0][0]))
+    with torch.no_grad():
+        model.hf(ids)
+        logits = model.hf.lm_head(model.hf.model.norm(seen[0]))
+    hook.remove()
+    expected = torch.logsumexp(logits.double(), dim=1)
+    np.testing.assert_allclose(row["logsumexp"].sel(site="attn_out.1"), expected, atol=2e-5)
+
+
+def test_the_command_line_scores_a_lens(values: Values, jacobian: Path, tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.toml"
+    source = values["corpus"]["source"]
+    recipe.write_text(
+        f'[model]\nsource = "{TINY}"\n[corpus]\nsource = "{source}"\n[read]\nlens = ["logit", "{jacobian}"]\n'
+    )
+    command = [sys.executable, "-m", "lenspipe.cli", "validate-lens", str(recipe), "--documents", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "of the 3 layers it covers" in done.stdout
+    rows = [line.split() for line in done.stdout.splitlines() if line.strip()[:1].isdigit()]
+    assert [row[2] == "—" for row in rows] == [True, True, False, False, False]
+
+
+def test_the_command_line_reads_a_prompt_with_a_lens(jacobian: Path) -> None:
+    command = [sys.executable, "-m", "lenspipe.cli", "lens", "the capital", "-m", str(TINY), "--lens", "logit"]
+    done = subprocess.run([*command, "--lens", str(jacobian)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "lens jacobian.pt" in done.stdout
+    assert sum(line.strip()[:1].isdigit() for line in done.stdout.splitlines()) == 2 * (DEPTH + 1)

@@ -28,11 +28,8 @@ def by_hand(half: LensModel, state: torch.Tensor, rounded: bool) -> torch.Tensor
     norm, wide = half.hf.model.norm, state.detach().double()
     with torch.no_grad():
         normed = wide / torch.sqrt(wide.square().mean(1, keepdim=True) + norm.variance_epsilon)
-        if rounded:
-            normed = (norm.weight * normed.bfloat16()).double()
-        else:
-            normed = norm.weight.double() * normed
-        return normed @ half.hf.lm_head.weight.double().T
+        operand = (norm.weight * normed.bfloat16()).double() if rounded else norm.weight.double() * normed
+        return operand @ half.hf.lm_head.weight.double().T
 
 
 def test_model_rounds_the_normed_state_and_keeps_float32_logits(half: LensModel, state: torch.Tensor) -> None:

@@ -311,6 +311,15 @@ def test_a_vector_with_nan_or_infinity_gives_no_number_and_is_said(
     assert torch.equal(found.ranks[keep], sound.ranks[keep])
 
 
+def test_a_softcap_does_not_hide_an_infinite_vector() -> None:
+    head = Head(torch.tensor([[1.0, 2.0], [3.0, -4.0]]), None, Arithmetic(softcap=3.0))
+    unembed = Unembed((), head, torch.float32, 2)
+    vectors = torch.tensor([[math.inf, 1.0], [1.0, 1.0]], dtype=torch.float64)
+    vectors = torch.cat([vectors, torch.tensor([[1e300, 1.0]], dtype=torch.float64)])  # infinite in float32
+    assert torch.isfinite(unembed.logits(vectors)).all()
+    assert lenspipe.readout(unembed, vectors, top_k=1).broken.tolist() == [True, False, True]
+
+
 def test_sound_rows_are_not_called_broken() -> None:
     found = lenspipe.readout(exact(), grid(12, 3, WIDTH), top_k=1)
     assert not found.broken.any()
@@ -532,7 +541,7 @@ def test_a_readout_at_a_glance_shows_tokens_in_quotes_values_and_ranks() -> None
     assert caption == "Readout [2] x 1: logits, #rank; entropy in nats"
     assert header.split() == ["row", "entropy", "0"]
     assert first == f"[0]  {found.entropy[0]:.3f}    ' b' {found.values[0, 0]:.4g} #{found.ranks[0, 0]}"
-    assert second == f"[1]  {found.entropy[1]:.3f}    -1 -"
+    assert second == f"[1]  {found.entropy[1]:.3f}    -"
     shared = lenspipe.readout(exact(), vectors, targets=[3, 82], tokenizer=Spelling())
     assert repr(shared).splitlines()[1].split() == ["row", "entropy", r"'\n'", "82"]
 

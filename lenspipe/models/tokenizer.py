@@ -79,14 +79,14 @@ class Tokenizer:
         return ids[0], len(ids)
 
     def single(self, token: str | int, vocab_size: int) -> int:
-        """Find the id of a tracked token.
+        """Find the id of a token that is named by its id or its string.
 
         Raises:
-            RequestError: an id outside the vocabulary, or a string that is not exactly one token.
+            RequestError: an id outside the vocabulary, or a string that is not exactly one token or is unknown.
         """
         if isinstance(token, int):
             if not 0 <= token < vocab_size:
-                raise RequestError(f"tracked id {token}: the vocabulary has ids 0 to {vocab_size - 1}")
+                raise RequestError(f"token id {token}: the vocabulary has ids 0 to {vocab_size - 1}")
             return token
         ids = self.pieces(token)
         if len(ids) != 1:
@@ -94,7 +94,9 @@ class Tokenizer:
             hint = (
                 "" if token.startswith(" ") or len(self.pieces(" " + token)) != 1 else f" {' ' + token!r} is one token."
             )
-            raise RequestError(f"tracked token {token!r} is {len(ids)} tokens: {names}; name one of them.{hint}")
+            raise RequestError(f"token {token!r} is {len(ids)} tokens: {names}; name one of them.{hint}")
+        if ids[0] == self.hf.unk_token_id and token != self.hf.unk_token:
+            raise RequestError(f"token {token!r} is unknown to this tokenizer, which reads it as {self.hf.unk_token!r}")
         return ids[0]
 
     def strings(self, vocab_size: int) -> list[str]:

@@ -260,7 +260,7 @@ def test_ids_that_the_tokenizer_lacks_are_ranked_like_any_other(llama: Any) -> N
 def test_a_tracked_id_that_only_the_model_has_is_accepted_and_one_beyond_it_is_not() -> None:
     tokenizer = Tokenizer(words())
     assert tokenizer.single(VOCAB - 1, VOCAB) == VOCAB - 1
-    with pytest.raises(RequestError, match="tracked id 97: the vocabulary has ids 0 to 96"):
+    with pytest.raises(RequestError, match="token id 97: the vocabulary has ids 0 to 96"):
         tokenizer.single(VOCAB, VOCAB)
 
 
