@@ -1,8 +1,8 @@
 """Measure what the recipe's `precision` changes: `python benchmarks/precision.py [--documents 24]`.
 
 One bfloat16 model, the states of every layer, read in three ways: `model` (the final norm's result rounded to
-bfloat16, logits kept in float32), `float32` (nothing rounded after the last block), and as the model itself ends (logits
-rounded to bfloat16). Truth is float64 on the same states. Last, the same texts through the model in float32.
+bfloat16, logits kept in float32), `float32` (nothing rounded after the last block), and as the model itself ends
+(logits rounded to bfloat16). Truth is float64 on the same states. Last, the same texts through the model in float32.
 """
 
 import argparse

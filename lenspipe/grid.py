@@ -67,7 +67,7 @@ def parse_site(name: str, n_blocks: int) -> Site:
         near = difflib.get_close_matches(kind, KINDS, n=1, cutoff=0.4)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise RequestError(f"unknown site {name!r}: the kinds are {', '.join(KINDS)}.{hint}")
-    if not (number.isascii() and number.isdecimal()) or int(number) >= n_blocks:
+    if number not in map(str, range(n_blocks)):
         raise RequestError(
             f"unknown site {name!r}: this model has {n_blocks} blocks, so write {kind}.0 to {kind}.{n_blocks - 1}"
         )

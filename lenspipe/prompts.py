@@ -126,9 +126,7 @@ def _encode(model: LensModel, recipe: Recipe, texts: Texts) -> TokenShard:
     if all(isinstance(text, str) for text in texts):
         documents = [Document(text, {}, f"text {i}") for i, text in enumerate(map(str, texts))]
         strict = recipe.model_copy(update={"corpus": recipe.corpus.model_copy(update={"overflow": "error"})})
-        shard = encode_documents(documents, strict, limit, model.require_tokenizer())
-        model.check_ids(torch.from_numpy(shard.input_id[:1]))
-        return shard
+        return encode_documents(documents, strict, limit, model.require_tokenizer())
     if any(isinstance(text, str) for text in texts):
         raise RequestError("texts mixes strings and token ids: give one or the other")
     one = (isinstance(texts, Tensor) and texts.dim() == 1) or isinstance(texts[0], int | np.integer)

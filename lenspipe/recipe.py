@@ -48,9 +48,14 @@ class Parts(_Group):
         None, description="modules between the last block and the unembedding, final norm first; [] for none"
     )
     head: str | None = Field(None, min_length=1, description="the unembedding module, such as lm_head")
-    multiply: float | None = Field(None, gt=0, description="factor on the logits")
-    divide: float | None = Field(None, gt=0, description="divisor of the logits")
-    softcap: float | None = Field(None, gt=0, description="cap c of the logits: c tanh(z / c)")
+    multiply: float | None = Field(None, gt=0, allow_inf_nan=False, description="factor on the logits")
+    divide: float | None = Field(None, gt=0, allow_inf_nan=False, description="divisor of the logits")
+    softcap: float | None = Field(None, gt=0, allow_inf_nan=False, description="cap c of the logits: c tanh(z / c)")
+
+    @property
+    def names_arithmetic(self) -> bool:
+        """Whether any of the logits' arithmetic is named, which is then all of it."""
+        return any((self.multiply, self.divide, self.softcap))
 
 
 class Model(_Group):

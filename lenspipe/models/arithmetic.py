@@ -11,7 +11,7 @@ def arithmetic_candidates(config: Any, parts: Parts) -> list[Arithmetic]:
 
     `logits_scaling` divides in Granite and multiplies in HyperCLOVA-X. What the user names in parts is taken as said.
     """
-    if parts.multiply or parts.divide or parts.softcap:
+    if parts.names_arithmetic:
         return [Arithmetic(parts.multiply, parts.divide, parts.softcap)]
 
     def field(*names: str) -> float | None:

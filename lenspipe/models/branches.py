@@ -13,10 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from lenspipe.models.structure import Structure, run
-from lenspipe.models.watching import CLOSE, Call, Place, at_place, watch
+from lenspipe.models.watching import Call, Place, at_place, simplest, ulp, watch
 
 BRANCHED = ("attn_out", "resid_mid", "mlp_out")
 """Kinds of sites that lie inside a block."""
+
+ALIKE = 0.9
+"""Share of entries that a sum computed anew must hit to the last bit."""
 
 _MIXERS = ("attention", "attn", "mixer", "mamba", "ssm", "conv", "recurrent", "rwkv", "delta")
 
@@ -106,23 +109,33 @@ def _branches(calls: Sequence[Call], pre: Tensor, post: Tensor) -> Branches:
         return Branches(None, *pair, reason="attention and MLP run in parallel, so there is no state between them")
     if _added(pre, post, outs):
         return Branches(None, None, None, "the block has one branch, so there is no state in its middle")
-    return Branches(None, None, None, "its branches do not sum to its output: it norms or mixes the sum")
+    return Branches(None, None, None, "its output is not its input with two branches added")
 
 
 def _added(before: Tensor, after: Tensor, outs: Sequence[_Out]) -> Branch | None:
     """Find the branch that was added between two states."""
-    change = after.double() - before.double()
-    scale = float(after.abs().max())
-    close = CLOSE.get(after.dtype, 1e-5)
-    if float(change.abs().max()) <= close * scale:
+    if torch.equal(before, after):
         return None
+    change = after.double() - before.double()
+    weight = 1 / (before.double().abs() + after.double().abs()).clamp_min(1e-30) ** 2
     for out in outs:
         values = out.values.double()
-        c = float((change * values).sum() / (values * values).sum().clamp_min(1e-300))
-        for factor in (1.0, c):
-            if float((change - factor * values).abs().max()) <= close * scale:
+        c = float((weight * change * values).sum() / (weight * values * values).sum().clamp_min(1e-300))
+        for factor in dict.fromkeys([1.0, *(simplest(c, close) for close in (1e-3, 1e-4, 1e-5)), c]):
+            added = out.values if factor == 1.0 else out.values * factor
+            if _is_sum(after, before + added, before.abs() + added.abs()):
                 return Branch(out.call.module, out.place, factor)
     return None
+
+
+def _is_sum(state: Tensor, total: Tensor, terms: Tensor) -> bool:
+    """Tell whether a state is a sum, computed anew in its dtype: equal but for a few last bits.
+
+    Entry by entry: a tolerance relative to the largest entry would let one large channel hide the others.
+    """
+    apart = (state.double() - total.double()).abs()
+    within = apart <= 4 * ulp(state) * terms.double()
+    return bool(within.all()) and float((apart == 0).double().mean()) > ALIKE
 
 
 def _parallel(outs: Sequence[_Out], pre: Tensor, post: Tensor) -> tuple[Branch, Branch] | None:
@@ -130,10 +143,12 @@ def _parallel(outs: Sequence[_Out], pre: Tensor, post: Tensor) -> tuple[Branch, 
         for second in outs[i + 1 :]:
             if second.call.begun < first.call.ended:
                 continue
-            branch = _added(pre + first.values, post, [second])
+            a, b = first.values, second.values
             names = [type(out.call.module).__name__.lower() for out in (first, second)]
             mixes = [any(word in name for word in _MIXERS) for name in names]
-            if branch and branch.factor == 1.0 and mixes[0] != mixes[1]:
+            terms = pre.abs() + a.abs() + b.abs()
+            orders = ((a + b) + pre, (pre + a) + b, (pre + b) + a)
+            if mixes[0] != mixes[1] and any(_is_sum(post, total, terms) for total in orders):
                 found = Branch(first.call.module, first.place, 1.0), Branch(second.call.module, second.place, 1.0)
                 return found if mixes[0] else (found[1], found[0])
     return None

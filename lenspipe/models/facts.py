@@ -35,7 +35,7 @@ POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")
 _VOCABULARY = ("unpadded_vocab_size", "vocab_size")
 _BLOCKS_ELSEWHERE = {"longcat_flash": ("num_layers",)}  # counts its attentions, two a block, as hidden layers
 _PROVENANCE = ("_name_or_path", "name_or_path", "transformers_version", "local_files_only", "_commit_hash")
-_CAUSAL = re.compile(r"(CausalLM|LMHeadModel|ForConditionalGeneration)$")
+_CAUSAL = re.compile(r"(CausalLM|LMHeadModel|ForConditionalGeneration|BertGenerationDecoder)$")
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,7 +65,7 @@ class GateFigures:
 
 @torch.no_grad()  # type: ignore[untyped-decorator, unused-ignore]
 def prove(
-    model: Any, structure: Structure, raw: Unembed, candidates: Sequence[Arithmetic], ids: Tensor
+    model: Any, structure: Structure, raw: Unembed, candidates: Sequence[Arithmetic], ids: Tensor, measure: bool = True
 ) -> tuple[Arithmetic, GateFigures]:
     """Find the arithmetic with which our logits are the model's, or refuse.
 
@@ -73,8 +73,9 @@ def prove(
         model: the transformers model.
         structure: its parts, as conjectured.
         raw: its Unembed, without the family's arithmetic.
-        candidates: what its config may mean; if none passes, what is measured is tried too.
+        candidates: what its config may mean.
         ids: the probe, int64 [1, length].
+        measure: if no candidate passes, try what is measured.
 
     Raises:
         GateError: no arithmetic passes; says what differed and by how much.
@@ -83,13 +84,14 @@ def prove(
     dtype = str(structure.head.weight.dtype).removeprefix("torch.")
     probe = _Probe(model, structure, raw, ids)
     tried: list[GateFigures] = []
-    for arithmetic in (*candidates, *probe.measured(candidates)):
+    for arithmetic in (*candidates, *(probe.measured(candidates) if measure else ())):
         plain, amplified, middle = (_difference(arithmetic.apply(ours), theirs) for ours, theirs in probe.pairs)
         chain = tuple(type(module).__name__ for module in structure.chain)
         figures = GateFigures(plain, amplified, middle, TOLERANCE[dtype], dtype, str(arithmetic), chain)
         if max(figures.difference, figures.amplified_difference, figures.middle_difference) <= figures.tolerance:
             _require_causal(model, structure, ids, DRIFT[dtype])
-            return arithmetic, replace(figures, pads=_pads(model, structure, ids, DRIFT[dtype]))
+            pads = not _heeds_length(model.config) and _pads(model, structure, ids, DRIFT[dtype])
+            return arithmetic, replace(figures, pads=pads)
         tried.append(figures)
     raise GateError(_refusal(type(model).__name__, tried))
 
@@ -114,7 +116,8 @@ class _Probe:
         seen: list[Tensor] = []
 
         def amplify(_module: Any, _args: Any, output: Tensor) -> Tensor:
-            seen.append(output * factor)
+            # In float32, where nothing overflows and little is rounded.
+            seen.append(output.float() * factor)
             return seen[-1]
 
         handle = self.structure.head.register_forward_hook(amplify)
@@ -122,7 +125,7 @@ class _Probe:
             theirs = _logits(self.model, self.ids)
         finally:
             handle.remove()
-        ours = seen[-1].float().reshape(-1, seen[-1].shape[-1])
+        ours = seen[-1].reshape(-1, seen[-1].shape[-1])
         return ours[:, : theirs.shape[1]], theirs
 
     def measured(self, candidates: Sequence[Arithmetic]) -> Iterator[Arithmetic]:
@@ -205,6 +208,20 @@ def _require_causal(model: Any, structure: Structure, ids: Tensor, drift: float)
             f"earlier positions of {type(model).__name__} see later tokens: it is an encoder, or an encoder used as a "
             "decoder, and the logit lens reads causal language models"
         )
+
+
+def _heeds_length(config: Any) -> bool:
+    """Tell whether numbers depend on how long the padded batch is, in a way that no short probe can show.
+
+    So it is with rotary embeddings that switch at some length, and with attention to an indexer's best positions.
+    """
+    text = config.get_text_config(decoder=True)
+    if getattr(text, "index_topk", None):
+        return True
+    ropes = [getattr(text, name, None) for name in ("rope_parameters", "rope_scaling")]
+    ropes += [inner for rope in ropes if isinstance(rope, dict) for inner in rope.values()]
+    kinds = {rope.get("rope_type", rope.get("type")) for rope in ropes if isinstance(rope, dict)}
+    return bool(kinds & {"longrope", "dynamic"})
 
 
 def _pads(model: Any, structure: Structure, ids: Tensor, drift: float) -> bool:

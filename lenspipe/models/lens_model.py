@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lenspipe.errors import ModelError, RequestError
+from lenspipe.errors import LenspipeError, ModelError, RequestError
 from lenspipe.grid import Site, select_sites
 from lenspipe.kernels.readout import Arithmetic, Head
 from lenspipe.models.arithmetic import arithmetic_candidates
@@ -87,7 +87,8 @@ class LensModel:
     @cached_property
     def branches(self) -> tuple[Branches, ...]:
         """What is known of the inside of every block, for resid_mid, attn_out and mlp_out."""
-        return find_branches(self.hf, self.structure, probe_ids(self.hf))
+        with self._one_pass:
+            return find_branches(self.hf, self.structure, probe_ids(self.hf))
 
     @property
     def device(self) -> torch.device:
@@ -124,11 +125,13 @@ class LensModel:
         if self.gate.pads or ids_BS.shape[0] == 1:
             return self._read(ids_BS, mask_BS, sites)
         found: dict[Site, Tensor] = {}
-        for i, length in enumerate(mask_BS.sum(dim=1).tolist()):
-            for site, state in self._read(ids_BS[i : i + 1, :length], mask_BS[i : i + 1, :length], sites).items():
+        lengths_B = mask_BS.sum(dim=1)
+        for length in sorted(set(lengths_B.tolist())):  # only sequences of one length share a batch
+            rows_B = lengths_B == length
+            for site, state in self._read(ids_BS[rows_B, :length], mask_BS[rows_B, :length], sites).items():
                 if site not in found:
                     found[site] = state.new_zeros(*ids_BS.shape, state.shape[-1])
-                found[site][i, :length] = state[0]
+                found[site][rows_B, :length] = state
         return found
 
     def _read(self, ids_BS: Tensor, mask_BS: Tensor, sites: Sequence[Site]) -> dict[Site, Tensor]:
@@ -136,7 +139,7 @@ class LensModel:
         with self._one_pass:  # hooks of one thread would see the passes of another
             return read_states(self.hf, self.structure, branches, sites, ids_BS, mask_BS)
 
-    def capture(self, tokens: Tensor | Sequence[int], sites: Sequence[str]) -> dict[str, Tensor]:
+    def capture(self, tokens: Tensor | Sequence[int], sites: str | Sequence[str]) -> dict[str, Tensor]:
         """Capture one sequence's states.
 
         Args:
@@ -151,7 +154,10 @@ class LensModel:
             ModelError: a site that this model does not have.
         """
         ids = self.check_ids(tokens)[None]
-        chosen = select_sites(sites, None, self.facts.n_blocks)
+        names = [sites] if isinstance(sites, str) else list(sites)
+        if not names or not all(isinstance(name, str) for name in names):
+            raise RequestError(f"sites must be names such as resid_post.3, one at least; found {names!r}")
+        chosen = select_sites(names, None, self.facts.n_blocks)
         found = self.states(ids, torch.ones_like(ids), chosen)
         return {site.name: state[0] for site, state in found.items()}
 
@@ -163,21 +169,31 @@ class LensModel:
         """
         if isinstance(tokens, str):
             raise RequestError(f"{tokens[:40]!r} is a text where token ids belong: use to_tokens first")
-        ids = torch.as_tensor(tokens)
+        try:
+            ids = torch.as_tensor(tokens)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise RequestError(f"token ids must be one sequence of integers; {str(tokens)[:40]!r}: {error}") from None
         if ids.dim() == 2 and ids.shape[0] == 1:
             ids = ids[0]
         if ids.dim() != 1 or not ids.numel():
             raise RequestError(f"token ids must be one sequence of at least one id; found shape {tuple(ids.shape)}")
         if ids.dtype == torch.bool or ids.is_floating_point() or ids.is_complex():
             raise RequestError(f"token ids must be integers; found {ids.dtype}")
-        ids, limit = ids.long(), self.n_inputs
-        if int(ids.min()) < 0 or int(ids.max()) >= limit:
-            wrong = int(ids.min()) if int(ids.min()) < 0 else int(ids.max())
-            raise RequestError(f"token id {wrong}: this model has ids 0 to {limit - 1}")
+        self.require_ids(ids)
         most = self.facts.max_positions
         if most and len(ids) > most:
             raise RequestError(f"{len(ids)} tokens, and {self.facts.name} has {most} positions: shorten the text")
-        return ids
+        return ids.long()
+
+    def require_ids(self, ids: Tensor) -> None:
+        """Make sure that the model has these token ids: any integers.
+
+        Raises:
+            RequestError: names one that it has not.
+        """
+        wrong = ids[(ids < 0) | (ids >= self.n_inputs)]
+        if len(wrong):
+            raise RequestError(f"token id {int(wrong[0])}: this model has ids 0 to {self.n_inputs - 1}")
 
     @property
     def n_inputs(self) -> int:
@@ -202,7 +218,8 @@ class LensModel:
         Raises:
             RequestError: no tokenizer.
         """
-        return str(self.require_tokenizer().hf.decode(torch.as_tensor(tokens).reshape(-1).tolist()))
+        ids = torch.as_tensor(tokens).reshape(-1).tolist()
+        return str(self.require_tokenizer().hf.decode(ids, clean_up_tokenization_spaces=False))
 
     def require_tokenizer(self) -> Tokenizer:
         """Return the tokenizer.
@@ -233,18 +250,21 @@ def open_model(
     """
     name = type(hf).__name__
     parts = parts or Parts()
-    if hf.training:
+    if not (isinstance(hf, torch.nn.Module) and hasattr(hf, "config")):
+        raise RequestError(f"a transformers model is needed, found {name}; LensModel.load opens one by its name")
+    if any(module.training for module in hf.modules()):
         raise RequestError(f"{name} is in training mode, in which dropout changes every number: call model.eval()")
     if getattr(hf.config, "is_encoder_decoder", False):
         raise ModelError(f"{name} is an encoder-decoder: the logit lens reads decoder-only language models")
-    require_unembedding(hf)
+    require_unembedding(hf, parts)
     ids = probe_ids(hf)
     try:
         n_logits = run(hf, ids).logits.shape[-1]
     except Exception as error:  # models raise what they like
         raise ModelError(f"{name} does not run on a text alone: {type(error).__name__}: {error}") from error
     structure = find_structure(hf, parts, ids, facts.n_blocks if facts else None)
-    text = hf.config.get_text_config(decoder=True)
+    config: Any = hf.config
+    text = config.get_text_config(decoder=True)
     said = declared(text, WIDTH)
     if said not in (None, structure.d_model):
         raise ModelError(
@@ -256,7 +276,13 @@ def open_model(
     head = Head(weight, None if bias is None else bias.detach().float()[:n_logits], Arithmetic())
     raw = Unembed(structure.chain, head, structure.dtype, structure.d_model)
     candidates = arithmetic_candidates(text, parts)
-    arithmetic, figures = prove(hf, structure, raw, candidates, ids)
+    try:
+        arithmetic, figures = prove(hf, structure, raw, candidates, ids, measure=not parts.names_arithmetic)
+    except LenspipeError:
+        raise
+    except Exception as error:  # modules raise what they like when they are run in another's place
+        chain = " -> ".join([*(type(m).__name__ for m in structure.chain), type(structure.head).__name__])
+        raise ModelError(f"{name} cannot be read through {chain}: {type(error).__name__}: {error}") from error
     unembed = replace(raw, head=replace(head, arithmetic=arithmetic))
     facts = facts or live_facts(hf, len(structure.blocks), structure.d_model, head.vocab_size)
     if (facts.d_model, facts.vocab_size) != (structure.d_model, head.vocab_size):

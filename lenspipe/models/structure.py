@@ -102,7 +102,7 @@ def find_structure(model: Any, parts: Parts, ids: Tensor, n_blocks: int | None =
     name = type(model).__name__
     with watch(model) as calls:
         run(model, ids)
-    head = _named(model, parts.head, "head") if parts.head else require_unembedding(model)
+    head = require_unembedding(model, parts)
     if not any(call.module is head for call in calls):
         raise ModelError(f"{name} does not run its unembedding {type(head).__name__} as a module: nothing to read with")
     asked = [n_blocks] if n_blocks else depths(model.config)
@@ -147,17 +147,23 @@ def _named(model: nn.Module, name: str, part: str) -> nn.Module:
         ) from None
 
 
-def require_unembedding(model: Any) -> Any:
+def require_unembedding(model: Any, parts: Parts) -> Any:
     """Return the unembedding module, if it can be read as numbers.
 
     Raises:
+        RequestError: the model has no module of the name given.
         ModelError: there is none, or it is quantised.
     """
     name = type(model).__name__
-    head = model.get_output_embeddings() if callable(getattr(model, "get_output_embeddings", None)) else None
+    head: Any = None
+    if parts.head:
+        head = _named(model, parts.head, "head")
+    elif callable(getattr(model, "get_output_embeddings", None)):
+        head = model.get_output_embeddings()
     weight = getattr(head, "weight", None)
     if weight is None or weight.dim() != 2:
-        raise ModelError(f"{name} has no unembedding matrix to read with: load a ...ForCausalLM class")
+        named = f": {parts.head} has no weight [V, D]" if parts.head else ": load a ...ForCausalLM class"
+        raise ModelError(f"{name} has no unembedding matrix to read with{named}")
     if weight.dtype not in READABLE:
         raise ModelError(f"the unembedding of {name} is quantised ({weight.dtype}): load the model in float")
     return head
@@ -241,13 +247,11 @@ def _paths(
     if same(wanted, state):
         yield [], wanted.dtype
         return
-    if (c := factor(wanted, state)) is not None:
-        yield [Scale(c)], wanted.dtype
-    if not most:
-        return
     for exact in (True, False):
+        if not exact and (c := factor(wanted, state)) is not None:
+            yield [Scale(c)], wanted.dtype
         for call in calls:
-            if call.begun >= before:
+            if call.begun >= before or not most:
                 continue
             for _, returned in call.returned:
                 c = (1.0 if same(wanted, returned) else None) if exact else factor(wanted, returned)

@@ -52,9 +52,10 @@ class Tokenizer:
         if bos == "always" and ids[0] != bos_id:
             ids = [bos_id, *ids]
         if bos_id is not None and ids[:2] == [bos_id, bos_id]:
+            also = "" if bos == "never" else ', or set corpus.bos = "never"'
             raise RequestError(
                 f"{origin}: begins with two BOS tokens ({self.hf.bos_token!r}); the text has one of its own: "
-                'remove it from the text, or set corpus.bos = "never"'
+                f"remove it from the text{also}"
             )
         return ids, int(bos_id is not None and ids[0] == bos_id)
 
@@ -101,7 +102,7 @@ class Tokenizer:
 
     def strings(self, vocab_size: int) -> list[str]:
         """Decode every id alone; ids that the tokenizer does not have are empty strings."""
-        known = min(len(self.hf), vocab_size)
+        known = min(max(self.hf.get_vocab().values(), default=-1) + 1, vocab_size)
         decoded = self.hf.batch_decode([[i] for i in range(known)], clean_up_tokenization_spaces=False)
         return [*decoded, *[""] * (vocab_size - known)]
 

@@ -15,9 +15,6 @@ from torch import Tensor, nn
 Place = int | str | None
 """Of a tensor: index among positional arguments or outputs, name among keyword arguments, None if it is the output."""
 
-CLOSE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
-"""Largest difference of two sums of the same terms, relative to the largest entry."""
-
 
 @dataclass
 class Call:
@@ -112,19 +109,28 @@ def same(given: Tensor, state: Tensor) -> bool:
 
 
 def factor(given: Tensor, state: Tensor) -> float | None:
-    """Find the number c with given = c * state to rounding; None where there is no such number.
+    """Find the number c with given = c * state, entry by entry to rounding; None where there is no such number.
 
     `given` may hold only the last positions of `state`.
     """
     pair = _aligned(given, state)
     if pair is None:
         return None
-    close = max(CLOSE.get(given.dtype, 1e-5), CLOSE.get(state.dtype, 1e-5))
     wide, other = pair[0].double(), pair[1].double()
-    scale = float((wide * other).sum() / (other * other).sum().clamp_min(1e-300))
-    if abs(scale) < 1e-6 or float((wide - scale * other).abs().max()) > close * float(wide.abs().max()):
+    there = other != 0
+    if not there.any() or not torch.isfinite(wide).all():
         return None
-    return simplest(scale, close / 10)
+    scale = float((wide[there] / other[there]).median())
+    # Entry by entry, so that one large channel does not hide what happens to the others.
+    unit = max(ulp(given), ulp(state))
+    if scale == 0 or bool(((wide - scale * other).abs() > 4 * unit * wide.abs()).any()):
+        return None
+    return simplest(scale, unit)
+
+
+def ulp(values: Tensor) -> float:
+    """Largest relative rounding of a tensor's dtype."""
+    return torch.finfo(values.dtype).eps / 2
 
 
 def _aligned(given: Tensor, state: Tensor) -> tuple[Tensor, Tensor] | None:

@@ -81,8 +81,10 @@ def captured_batches(
         Per site, [rows, d_model] in the model's dtype, on its device.
 
     Raises:
+        RequestError: the tokenizer has ids that the model has not.
         NonFiniteError: a kept state holds NaN or infinity, named with its document and position.
     """
+    model.require_ids(torch.from_numpy(tokens.input_id))
     owner, column = rows.owner[rows.reading_order], rows.column[rows.reading_order]
     done = 0
     for batch in tokens.batches(batch_tokens):

@@ -58,7 +58,7 @@ def judge(model_type: str) -> Verdict:
     n = len(opened.branches)
     inside = ", ".join(name if count == n else f"{name} ({count} of {n})" for name, count in counts.items() if count)
     chain = " → ".join(opened.gate.chain)
-    reason = "" if opened.gate.pads else "each sequence is run alone, since padding changes its numbers"
+    reason = "" if opened.gate.pads else "only sequences of one length share a batch, since padding changes numbers"
     return Verdict(model_type, "exact", reason, chain, opened.gate.arithmetic, inside)
 
 

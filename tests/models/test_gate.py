@@ -153,7 +153,7 @@ class Bent(nn.Module):
 )
 def test_a_transform_hidden_in_the_head_is_refused(bend: Any) -> None:
     model = build("llama")
-    model.lm_head = Bent(model.lm_head, bend)
+    model.lm_head = Bent(model.lm_head, bend).eval()
     with pytest.raises(GateError):
         open_model(model, facts())
 
@@ -212,7 +212,7 @@ def test_arithmetic_between_the_last_block_and_the_norm_is_repeated_or_refused()
         def forward(self, state: torch.Tensor) -> torch.Tensor:
             return inner(state * 2)
 
-    model.model.norm = Outer()
+    model.model.norm = Outer().eval()
     opened = open_model(model, facts())  # inside a module the factor is repeated with it: exact, not refused
     state = opened.states(IDS, torch.ones_like(IDS), [LAST])[LAST][0]
     torch.testing.assert_close(opened.unembed.logits(state), own_logits(model), rtol=0, atol=2e-5)

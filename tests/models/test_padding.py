@@ -139,7 +139,7 @@ def test_a_family_that_padding_changes_is_run_one_text_at_a_time(family: str) ->
     handle = model.hf.get_input_embeddings().register_forward_pre_hook(lambda _m, args: shapes.append(args[0].shape))
     together = model.states(*side_by_side(texts), [LAST])[LAST]
     handle.remove()
-    assert shapes == [(1, 41), (1, 23)]
+    assert sorted(shapes) == [(1, 23), (1, 41)]
     for i, ids in enumerate(texts):
         own = model.states(ids[None], torch.ones_like(ids[None]), [LAST])[LAST][0]
         torch.testing.assert_close(together[i, : len(ids)], own, rtol=0, atol=0)

@@ -312,3 +312,13 @@ def test_a_folder_that_holds_no_tokenizer_is_refused_by_its_path(tmp_path: Path)
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     with pytest.raises(ModelError, match=f"cannot load the tokenizer in {tmp_path}"):
         load_tokenizer(tmp_path)
+
+
+def test_a_vocabulary_with_gaps_keeps_the_strings_beyond_them() -> None:
+    from tokenizers import Tokenizer as Raw  # noqa: PLC0415
+    from tokenizers.models import WordLevel  # noqa: PLC0415
+    from transformers import PreTrainedTokenizerFast  # noqa: PLC0415
+
+    raw = Raw(WordLevel({"the": 0, "cat": 1, "zebra": 50}, unk_token="the"))
+    strings = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=raw)).strings(97)
+    assert (strings[1], strings[50], strings[20], len(strings)) == ("cat", "zebra", "", 97)
