@@ -98,8 +98,9 @@ def watch(model: nn.Module) -> Iterator[list[Call]]:
 
 
 def _tensors(places: Any) -> list[tuple[Place, Tensor]]:
-    # Clones, since a module may go on to change its input in place.
-    return [(place, v.clone()) for place, v in places if isinstance(v, Tensor) and v.is_floating_point() and v.dim()]
+    # Copies, since a module may go on to change its input in place; on the host, where there is room for all of them.
+    found = [(place, value) for place, value in places if isinstance(value, Tensor) and value.is_floating_point()]
+    return [(place, value.detach().to("cpu", copy=True)) for place, value in found if value.dim()]
 
 
 def same(given: Tensor, state: Tensor) -> bool:

@@ -249,3 +249,29 @@ def test_a_quantised_unembedding_is_refused() -> None:
 def test_a_depth_that_is_not_the_models_is_refused() -> None:
     with pytest.raises(ModelError, match="no list of 5 blocks"):
         open_model(build("llama"), facts(depth=5))
+
+
+def test_a_final_norm_that_heeds_the_place_of_a_row_is_refused() -> None:
+    model = build("llama")
+    plain = model.model.norm
+
+    class ByPlace(nn.Module):
+        def forward(self, state: torch.Tensor) -> torch.Tensor:
+            return plain(state) * torch.linspace(1, 2, state.shape[1])[None, :, None]
+
+    model.model.norm = ByPlace().eval()
+    with pytest.raises(GateError):
+        open_model(model, facts())
+
+
+def test_a_final_norm_that_mixes_rows_is_refused() -> None:
+    model = build("llama")
+    plain = model.model.norm
+
+    class Mixing(nn.Module):
+        def forward(self, state: torch.Tensor) -> torch.Tensor:
+            return plain(state - state.mean(dim=1, keepdim=True))
+
+    model.model.norm = Mixing().eval()
+    with pytest.raises(GateError):
+        open_model(model, facts())

@@ -34,15 +34,6 @@ ROUNDING = 1e-5
 LENGTHS = (9, 41, 1, 23)  # past every window of 6, and of more than one chunk of 8
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Products this small take longer to share out than to compute."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @cache
 def opened(family: str) -> LensModel:
     return open_model(build(family))

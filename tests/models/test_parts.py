@@ -5,7 +5,6 @@ A part named rightly changes nothing; named wrongly, it never gives numbers.
 
 import json
 import shutil
-from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -34,15 +33,6 @@ BERT: dict[str, Any] = {
     "num_attention_heads": 4,
     "intermediate_size": 48,
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Products this small take longer to share out than to compute."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @cache

@@ -4,7 +4,7 @@ The truth is the block itself: what it was given and what it returned, and what 
 by hooks of our own.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -30,15 +30,6 @@ HYBRID = ["jamba", "recurrent_gemma", "lfm2"]
 SEQUENTIAL = [*PRE_NORM, *NORMED_BRANCH, *SCALED_BRANCH, *EXPERTS, *HYBRID]
 PARALLEL = ["gpt_neox", "falcon", "cohere", "phi", "gptj", "codegen"]
 ONE_BRANCH = ["nemotron_h", "zamba2", "mamba"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Products this small take longer to share out than to compute."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @cache

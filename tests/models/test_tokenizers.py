@@ -3,7 +3,7 @@
 Words are whole tokens, so what a text's ids must be is written down here by hand.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,15 +42,6 @@ ADDS = {
 }
 CHAT = "{{ bos_token }}{% for m in messages %}{{ m['role'] }} {{ m['content'] }}{% endfor %}"
 BARE_CHAT = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Products this small take longer to share out than to compute."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
