@@ -98,10 +98,14 @@ def test_kl_final_is_missing_where_the_last_layer_is_broken():
     assert torch.isnan(kl[0])
 
 
-@pytest.mark.parametrize("sites", [["resid_post", "resid_post.1"], ["resid_post.1", "resid_post.01"]])
-def test_a_site_named_in_two_ways_counts_once(sites):
-    found = select_sites(sites, None, 3)
+def test_a_site_named_in_two_ways_counts_once():
+    found = select_sites(["resid_post", "resid_post.1"], None, 3)
     assert len(found) == len(set(found))
+
+
+def test_a_site_has_one_spelling():
+    with pytest.raises(RequestError, match="unknown site"):
+        select_sites(["resid_post.01"], None, 3)
 
 
 def test_long_csv_field(tmp_path):

@@ -323,7 +323,7 @@ def test_a_state_that_is_not_finite_is_refused_by_place(values: Values, tmp_path
     tokenizer = transformers.AutoTokenizer.from_pretrained(values["model"]["source"])
     texts = [json.loads(line)["text"] for line in Path(values["corpus"]["source"]).read_text().splitlines()][:12]
     ids = [tokenizer(text)["input_ids"] for text in texts]
-    bad = next(i for i in ids[3] if i not in probe_ids(384) and not any(i in others for others in ids[:3]))
+    bad = next(i for i in ids[3] if i not in probe_ids(model) and not any(i in others for others in ids[:3]))
     with torch.no_grad():
         model.model.embed_tokens.weight[bad, 0] = float("nan")
     model.save_pretrained(tmp_path / "broken")

@@ -209,7 +209,7 @@ def _apart(one: Tensor, other: Tensor) -> float:
 
 def _require_causal(model: Any, structure: Structure, ids: Tensor, drift: float) -> None:
     other = ids.clone()
-    other[0, -1] = (other[0, -1] + 1) % (int(ids.max()) + 1)
+    other[0, -1] = ids[ids != ids[0, -1]][0]
     if _apart(_state(model, structure, ids)[:, :-1], _state(model, structure, other)[:, :-1]) > drift:
         raise ModelError(
             f"earlier positions of {type(model).__name__} see later tokens: it is an encoder, or an encoder used as a "

@@ -65,7 +65,8 @@ def probe_ids(model: Any, length: int = 16) -> Tensor:
     """Make one sequence of token ids, the same every time, without those that stand for images: int64 [1, length]."""
     config = model.config.get_text_config(decoder=True)
     n_ids = int(model.get_input_embeddings().weight.shape[0])
-    special = {v for held in (model.config, config) for k, v in vars(held).items() if re.search("token_(id|index)$", k)}
+    named = [v for held in (model.config, config) for k, v in vars(held).items() if re.search("token_(id|index)$", k)]
+    special = {i for value in named for i in (value if isinstance(value, list) else [value])}
     plain = [i for i in range(min(n_ids, 10_000)) if i not in special] or [0]
     generator = torch.Generator().manual_seed(0)
     places = torch.randint(0, len(plain), (1, length), generator=generator)

@@ -10,6 +10,7 @@ from torch import nn
 from lenspipe.errors import GateError, ModelError
 from lenspipe.grid import Site, select_sites
 from lenspipe.models.lens_model import open_model
+from lenspipe.models.structure import probe_ids
 from tests.models.families import CONFIGS, DEPTH, VOCAB, build, facts
 
 IDS = torch.tensor([[5, 17, 3, 88, 41, 9, 60]])
@@ -275,3 +276,10 @@ def test_a_final_norm_that_mixes_rows_is_refused() -> None:
     model.model.norm = Mixing().eval()
     with pytest.raises(GateError):
         open_model(model, facts())
+
+
+def test_a_config_with_several_end_tokens_is_probed() -> None:
+    model = build("llama")
+    model.config.eos_token_id = [2, 5]
+    open_model(model, facts())
+    assert not {2, 5} & set(probe_ids(model)[0].tolist())
