@@ -17,8 +17,7 @@ from lenspipe.kernels import readout as kernel
 from lenspipe.kernels.readout import Request
 from lenspipe.kernels.windows import TokenShard, Window, select_rows
 from lenspipe.lenses.lens import Lens
-from lenspipe.models.lens_model import LensModel, open_model
-from lenspipe.models.tokenizer import Tokenizer
+from lenspipe.models.lens_model import LensModel
 from lenspipe.recipe import Recipe, make_recipe
 from lenspipe.stages.capture import captured_batches
 from lenspipe.stages.encode import encode_documents, token_shard
@@ -54,7 +53,8 @@ def logit_lens(
     """Read one text or a few at every layer, in memory.
 
     Args:
-        model: a LensModel, a live transformers model in evaluation mode, or what LensModel.load takes.
+        model: a LensModel, a live transformers model in evaluation mode, or what LensModel.load takes; the last two
+            pass the gate at each call.
         texts: a text or a list of texts; or token ids: one sequence, a list of sequences, or a tensor [B, S].
         sites: site names or kinds; by default the whole stream.
         layers: depths to keep, 0 to blocks; negative counts from the end.
@@ -110,7 +110,7 @@ def open_any(model: Any, tokenizer: Any = None) -> LensModel:
         return LensModel.load(model)
     if not isinstance(model, torch.nn.Module):
         raise RequestError(f"model must be a LensModel, a transformers model or a name; found {type(model).__name__}")
-    return open_model(model, tokenizer=None if tokenizer is None else Tokenizer(tokenizer))
+    return LensModel.of(model, tokenizer)
 
 
 def _listed(value: str | Sequence[Any]) -> Any:

@@ -8,8 +8,9 @@ import re
 import sys
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, get_args, get_origin
+from typing import Annotated, Any, get_args, get_origin
 
+from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from lenspipe.recipe import Recipe
@@ -45,25 +46,24 @@ def recipe_page() -> str:
         "",
     ]
     for group, field in Recipe.model_fields.items():
-        if group == "base":
-            continue
-        model = field.annotation
-        assert model is not None
-        assert hasattr(model, "model_fields")
-        summary = (model.__doc__ or "").split(": ", 1)[-1]
-        lines += [
-            f"## [{group}]",
-            "",
-            summary[:1].upper() + summary[1:],
-            "",
-            "| name | type | default | meaning |",
-            "|---|---|---|---|",
-        ]
-        for name, info in model.model_fields.items():
-            kind = spell(info.annotation).replace("|", "\\|")
-            lines.append(f"| `{name}` | {kind} | {default(info)} | {info.description} |")
-        lines.append("")
+        if group != "base":
+            lines += group_section(group, field.annotation)
     return "\n".join(lines)
+
+
+def group_section(name: str, model: Any) -> list[str]:
+    """Describe a group, and the tables inside it after it."""
+    summary = (model.__doc__ or "").split(": ", 1)[-1]
+    lines = [f"## [{name}]", "", summary[:1].upper() + summary[1:], ""]
+    lines += ["| name | type | default | meaning |", "|---|---|---|---|"]
+    inner = []
+    for field, info in model.model_fields.items():
+        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
+            inner += group_section(f"{name}.{field}", info.annotation)
+            continue
+        kind = spell(info.annotation).replace("|", "\\|")
+        lines.append(f"| `{field}` | {kind} | {default(info)} | {info.description} |")
+    return [*lines, "", *inner]
 
 
 def default(info: FieldInfo) -> str:

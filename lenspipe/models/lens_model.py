@@ -84,6 +84,20 @@ class LensModel:
         facts = read_facts(recipe)
         return load_model(recipe, facts, load_tokenizer(facts.folder, trust_remote_code))
 
+    @classmethod
+    def of(cls, hf: Any, tokenizer: Any = None) -> "LensModel":
+        """Open a live transformers model in evaluation mode, and leave it as it is.
+
+        Args:
+            hf: the model.
+            tokenizer: its transformers tokenizer; without one, token ids take the place of texts.
+
+        Raises:
+            RequestError: no transformers model, or one in training mode.
+            ModelError: it cannot be read; GateError where it would be read wrongly.
+        """
+        return open_model(hf, tokenizer=None if tokenizer is None else Tokenizer(tokenizer))
+
     @cached_property
     def branches(self) -> tuple[Branches, ...]:
         """What is known of the inside of every block, for resid_mid, attn_out and mlp_out."""
