@@ -89,7 +89,7 @@ def prove(
         chain = tuple(type(module).__name__ for module in structure.chain)
         figures = GateFigures(plain, amplified, middle, TOLERANCE[dtype], dtype, str(arithmetic), chain)
         if max(figures.difference, figures.amplified_difference, figures.middle_difference) <= figures.tolerance:
-            _require_causal(model, structure, ids, DRIFT[dtype])
+            _require_causal(model, structure, ids, TOLERANCE[dtype])
             pads = not _heeds_length(model.config) and _pads(model, structure, ids, DRIFT[dtype])
             return arithmetic, replace(figures, pads=pads)
         tried.append(figures)
@@ -207,10 +207,10 @@ def _apart(one: Tensor, other: Tensor) -> float:
     return float((one.float() - other.float()).abs().max() / one.float().abs().max())
 
 
-def _require_causal(model: Any, structure: Structure, ids: Tensor, drift: float) -> None:
+def _require_causal(model: Any, structure: Structure, ids: Tensor, tolerance: float) -> None:
     other = ids.clone()
     other[0, -1] = ids[ids != ids[0, -1]][0]
-    if _apart(_state(model, structure, ids)[:, :-1], _state(model, structure, other)[:, :-1]) > drift:
+    if _apart(_state(model, structure, ids)[:, :-1], _state(model, structure, other)[:, :-1]) > tolerance:
         raise ModelError(
             f"earlier positions of {type(model).__name__} see later tokens: it is an encoder, or an encoder used as a "
             "decoder, and the logit lens reads causal language models"
