@@ -14,7 +14,7 @@ from lenspipe.corpora.documents import Document
 from lenspipe.errors import RequestError
 from lenspipe.grid import Site, select_sites
 from lenspipe.kernels import readout as kernel
-from lenspipe.kernels.readout import Request
+from lenspipe.kernels.head import Request
 from lenspipe.kernels.windows import TokenShard, Window, select_rows
 from lenspipe.lenses.lens import Lens
 from lenspipe.models.lens_model import LensModel
@@ -157,7 +157,8 @@ def _read(
     model.require(needed)
     unembed = model.unembed.at(recipe.read.precision)
     batches = captured_batches(model, shard, rows, needed, recipe.run.batch_tokens, lambda _: None)
-    blocks = regroup(batches, kernel.rows_per_block(recipe.run.memory, unembed.head, len(needed), "memory"))
+    n_states = len(needed) + len(lenses) * len(sites)
+    blocks = regroup(batches, kernel.rows_per_block(recipe.run.memory, unembed.head, n_states, "memory"))
     request = Request(recipe.measures, recipe.read.top_k, tracked)
     places = [(name, site) for name in lenses for site in sites]
     readouts = read_blocks(unembed, facts, shard, rows, request, lenses, places, blocks)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lenspipe.errors import RequestError
-from lenspipe.kernels import readout as kernel
+from lenspipe.kernels import plain
 from lenspipe.models.lens_model import LensModel
 from lenspipe.models.tokenizer import Tokenizer
 from lenspipe.models.unembed import Unembed
@@ -135,7 +135,7 @@ class _Rows:
         logits_RV = self.model.logits(self.flat_RD[part], self.raw, self.apply_norm)
         plain_RV, device = logits_RV.detach(), logits_RV.device
         if self.ids_RK is None:
-            top_RK, best_RK = kernel.top_k(plain_RV, self.k)
+            top_RK, best_RK = plain.top_k(plain_RV, self.k)
             ids_RK = best_RK.long()
             # Whatever is larger than one of the k is among the k.
             ranks_RK = torch.searchsorted(-top_RK, -top_RK)
@@ -160,14 +160,14 @@ class _Rows:
 
 def _ranks(logits_RV: Tensor, ids_RK: Tensor) -> Tensor:
     if ids_RK.shape[1] < SORT_FROM:
-        return torch.stack([kernel.logit_and_rank(logits_RV, id_R)[1] for id_R in ids_RK.unbind(1)], dim=1)
+        return torch.stack([plain.logit_and_rank(logits_RV, id_R)[1] for id_R in ids_RK.unbind(1)], dim=1)
     ascending_RV = logits_RV.sort(dim=1).values
     return logits_RV.shape[1] - torch.searchsorted(ascending_RV, logits_RV.gather(1, ids_RK), right=True)
 
 
 def _entropy(logprob_RV: Tensor) -> Tensor:
     if not logprob_RV.requires_grad:
-        return -kernel.expectation(logprob_RV.exp(), logprob_RV)
+        return -plain.expectation(logprob_RV.exp(), logprob_RV)
     return -(logprob_RV.exp() * logprob_RV.masked_fill(logprob_RV == -torch.inf, 0)).sum(dim=1)
 
 
@@ -193,7 +193,10 @@ def _floats(vectors: Any) -> Tensor:
 def _rows_at_once(memory: Any, model: Unembed) -> int:
     if not _is_integer(memory):
         raise RequestError(f"memory is {memory!r}: it must be a whole number of bytes")
-    return kernel.rows_per_block(memory, model.head, 1, "memory")
+    row, most = plain.row_bytes(model.head, 1)
+    if memory < row:
+        raise RequestError(f"memory is {memory} bytes, but one row of logits takes {row}: allow more")
+    return int(min(memory // row, most))
 
 
 def _check_grad(flat_RD: Tensor, grad: bool) -> None:

@@ -13,7 +13,8 @@ import torch
 from lenspipe.corpora.documents import read_documents
 from lenspipe.errors import DamagedArtifactError, RequestError
 from lenspipe.grid import select_sites
-from lenspipe.kernels.readout import Arithmetic, Head, Request, log_softmax, logits, read_rows
+from lenspipe.kernels.head import Arithmetic, Head, Request
+from lenspipe.kernels.readout import read_rows
 from lenspipe.keys import canonical_json
 from lenspipe.recipe import make_recipe
 from lenspipe.storage.arrays import RESIDUAL, ResidualWriter, open_residual
@@ -90,12 +91,10 @@ def test_oserror_of_the_block_is_not_a_store_error(tmp_path):
 
 
 def test_kl_final_is_missing_where_the_last_layer_is_broken():
-    head, x = Head(torch.randn(7, 4), None, Arithmetic()), torch.randn(2, 4)
-    final = log_softmax(logits(head, x))
-    final[0] = float("nan")
-    m = torch.tensor([-1, -1])
-    kl = read_rows(head, x, Request(frozenset({"kl_final"}), 1), m, m, final)["kl_final"]
-    assert torch.isnan(kl[0])
+    head, x = Head(torch.randn(7, 4), None, Arithmetic()), torch.randn(2, 2, 4)
+    x[1, 0] = float("nan")
+    kl = read_rows(head, x, Request(frozenset({"kl_final"}), 1), {}, 1)["kl_final"]
+    assert torch.isnan(kl).tolist() == [[True, False]] * 2
 
 
 def test_a_site_named_in_two_ways_counts_once():
@@ -207,8 +206,7 @@ def test_text_that_is_not_unicode_has_no_spelling():
 def test_entropy_precision():
     L = torch.rand(16, 50000, generator=torch.Generator().manual_seed(1)) * 10 + 180
     head = Head(L.T.contiguous(), None, Arithmetic())
-    m = torch.full((16,), -1)
-    e = read_rows(head, torch.eye(16), Request(frozenset({"entropy"}), 1), m, m)["entropy"]
+    e = read_rows(head, torch.eye(16)[None], Request(frozenset({"entropy"}), 1), {})["entropy"][0]
     q = torch.log_softmax(L.double(), 1)
     assert (e + (q.exp() * q).sum(1)).abs().max() < 1e-5
 

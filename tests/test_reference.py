@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from lenspipe.grid import Site, select_sites
-from lenspipe.kernels.readout import Request, read_rows
+from lenspipe.kernels.head import Request
+from lenspipe.kernels.readout import read_rows
 from lenspipe.models.facts import read_facts
 from lenspipe.models.gguf import convert
 from lenspipe.models.lens_model import LensModel, load_model
@@ -42,8 +43,8 @@ def readout(model: LensModel, residual: Any, target: Any = None) -> dict[str, np
     state = torch.as_tensor(residual)
     ids = torch.full((len(state),), -1) if target is None else torch.as_tensor([*target, -1])
     head = model.unembed.head
-    found = read_rows(head, model.unembed.normed(state), REQUEST, ids, torch.full_like(ids, -1))
-    return {name: values.numpy() for name, values in found.items()}
+    found = read_rows(head, model.unembed.normed(state)[None], REQUEST, {"target": ids})
+    return {name: values[0].numpy() for name, values in found.items()}
 
 
 def states(model: LensModel, ids: np.ndarray) -> list[torch.Tensor]:

@@ -11,7 +11,8 @@ from torch import nn
 
 import lenspipe
 from lenspipe.errors import RequestError
-from lenspipe.kernels.readout import BUFFERS, Arithmetic, Head
+from lenspipe.kernels.head import Arithmetic, Head
+from lenspipe.kernels.plain import BUFFERS
 from lenspipe.models.lens_model import LensModel, open_model
 from lenspipe.models.unembed import Unembed
 from lenspipe.vectors import SORT_FROM

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from lenspipe.kernels.readout import Arithmetic
+from lenspipe.kernels.head import Arithmetic
 from lenspipe.recipe import Parts
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lenspipe.errors import GateError, ModelError
-from lenspipe.kernels.readout import Arithmetic
+from lenspipe.kernels.head import Arithmetic
 from lenspipe.models.structure import Structure, run
 from lenspipe.models.unembed import Unembed
 from lenspipe.models.watching import simplest

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lenspipe.errors import LenspipeError, ModelError, RequestError
 from lenspipe.grid import Site, select_sites
-from lenspipe.kernels.readout import Arithmetic, Head
+from lenspipe.kernels.head import Arithmetic, Head
 from lenspipe.models.arithmetic import arithmetic_candidates
 from lenspipe.models.branches import BRANCHED, Branches, find_branches
 from lenspipe.models.facts import WIDTH, ModelFacts, declared, live_facts, read_facts
@@ -286,7 +286,7 @@ def open_model(
             "several residual streams, and there is no single one to read"
         )
     # Logits may be fewer than the rows of a padded unembedding.
-    weight, bias = structure.head.weight.detach().float()[:n_logits], getattr(structure.head, "bias", None)
+    weight, bias = structure.head.weight.detach()[:n_logits].contiguous(), getattr(structure.head, "bias", None)
     head = Head(weight, None if bias is None else bias.detach().float()[:n_logits], Arithmetic())
     raw = Unembed(structure.chain, head, structure.dtype, structure.d_model)
     candidates = arithmetic_candidates(text, parts)

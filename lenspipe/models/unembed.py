@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from lenspipe.errors import RequestError
-from lenspipe.kernels import readout as kernel
-from lenspipe.kernels.readout import Arithmetic, Head
+from lenspipe.kernels import head as kernel
+from lenspipe.kernels.head import Arithmetic, Head
 
 Precision = Literal["model", "float32"]
 
@@ -24,7 +24,7 @@ class Unembed:
 
     Attributes:
         chain: the modules in front of the unembedding, final norm first; may be empty.
-        head: float32 operands of the unembedding, and the arithmetic behind it.
+        head: the unembedding, and the arithmetic behind it.
         dtype: what the chain is given.
         d_model: width of a residual.
     """

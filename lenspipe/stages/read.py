@@ -16,7 +16,7 @@ from torch import Tensor
 from lenspipe.errors import RequestError
 from lenspipe.grid import Site
 from lenspipe.kernels import readout as kernel
-from lenspipe.kernels.readout import Request
+from lenspipe.kernels.head import Request
 from lenspipe.kernels.windows import Rows, TokenShard, select_rows
 from lenspipe.lenses.files import lens_digest, load_lens
 from lenspipe.lenses.lens import LOGIT, Lens
@@ -108,9 +108,8 @@ def read(
     tokens = load_tokens(store, shard.encode)
     rows = select_rows(tokens, recipe.capture.positions)
     request = Request(recipe.measures, recipe.read.top_k, tracked)
-    head = model.unembed.head
-    height = kernel.rows_per_block(recipe.run.memory, head, model.facts.n_blocks + 1)
     needed = {cell.site: cell for cell in (*cells, *([shard.final] if shard.final else []))}
+    height = kernel.rows_per_block(recipe.run.memory, model.unembed.head, len(needed) + len(cells))
     sites = sites_of(needed.values(), model.facts)
     lenses = load_lenses(recipe, model.facts, sites_of(cells, model.facts))
     if stream:
@@ -121,13 +120,15 @@ def read(
     places = {(cell.lens, site): cell for cell, site in zip(cells, sites_of(cells, model.facts), strict=True)}
     unembed = model.unembed.at(recipe.read.precision)
     readouts = read_blocks(unembed, model.facts, tokens, rows, request, lenses, list(places), blocks)
-    digests = lens_digests(recipe)
+    digests, way = lens_digests(recipe), kernel.way(unembed.head, unembed.dtype)
     for cell in cells:
         final = shard.final.capture if shard.final else None
         inputs = read_inputs(recipe, cell.capture, final, shard.answers, digests[cell.lens])
         with store.publish("read", cell.read, inputs) as draft:
             write_table(draft.folder, readouts[cell.lens, cell.site])
-            draft.attributes.update(site=cell.site, lens=cell.lens, rows=len(rows), gate=model.gate.as_dict())
+            draft.attributes.update(
+                site=cell.site, lens=cell.lens, rows=len(rows), gate=model.gate.as_dict(), kernel=way
+            )
 
 
 def read_blocks(
@@ -156,28 +157,37 @@ def read_blocks(
     """
     order = rows.reading_order
     device = unembed.head.weight_VD.device
-    ids = [
-        torch.from_numpy(known[order].astype(np.int64)) for known in (rows.target_id, tokens.answer_id[rows.document])
-    ]
+    known = {"target": rows.target_id, "answer": tokens.answer_id[rows.document]}
+    asked = {name: torch.from_numpy(ids[order].astype(np.int64)) for name, ids in known.items()}
+    asked = {name: ids.to(device) for name, ids in asked.items() if name in request.measures}
     readouts = {(lens, site.name): _empty(request, len(rows)) for lens, site in places}
     mapped = {name: lens.to(device) for name, lens in lenses.items()}
-    last = Site("resid_post", facts.n_blocks - 1)
+    readers = [(mapped[name], site) for name, site in places]
+    final = None
+    if "kl_final" in request.measures:
+        last = Site("resid_post", facts.n_blocks - 1)
+        there = [i for i, (lens, site) in enumerate(readers) if lens.kind == "logit" and site == last]
+        readers += [] if there else [(LOGIT, last)]
+        final = there[0] if there else len(places)
     start = 0
     for block in blocks:
         stop = start + len(next(iter(block.values())))
-        final = kernel.log_softmax(unembed.logits(block[last])) if "kl_final" in request.measures else None
-        target, answer = (known[start:stop].to(device) for known in ids)
-        for name, site in places:
-            state, lens = block[site].to(device), mapped[name]
-            if lens.kind != "logit" and _covers(lens, site):
-                state = lens.apply(state.float(), site.layer)
-            found = kernel.read_rows(unembed.head, unembed.normed(state), request, target, answer, final)
-            for variable, values in found.items():
-                readouts[name, site.name][variable][start:stop] = values.cpu().numpy()
+        normed = torch.stack([_normed(unembed, lens, site, block[site].to(device)) for lens, site in readers])
+        part = {name: ids[start:stop] for name, ids in asked.items()}
+        found = kernel.read_rows(unembed.head, normed, request, part, final)
+        for variable, values in found.items():
+            for (name, site), read_out in zip(places, values.cpu().numpy(), strict=False):
+                readouts[name, site.name][variable][start:stop] = read_out
         start = stop
     if start != len(rows):
         raise ValueError(f"{start} of {len(rows)} rows were read")
     return readouts
+
+
+def _normed(unembed: Unembed, lens: Lens, site: Site, state: Tensor) -> Tensor:
+    if lens.kind != "logit" and _covers(lens, site):
+        state = lens.apply(state.float(), site.layer)
+    return unembed.normed(state)
 
 
 def _empty(request: Request, n_rows: int) -> dict[str, Array]:

@@ -15,7 +15,7 @@ from lenspipe.lenses.files import lens_digest
 from lenspipe.models.facts import ModelFacts
 from lenspipe.recipe import Parts, Recipe, lens_name
 
-VERSION = {"encode": 1, "capture": 1, "read": 1, "assemble": 2}
+VERSION = {"encode": 1, "capture": 1, "read": 2, "assemble": 2}
 """The version of each stage's numbers: raise one, and its results and all that rest on them are redone."""
 
 DEFAULT_MAX_LENGTH = 1024

@@ -10,19 +10,10 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from lenspipe.errors import RequestError
-from lenspipe.kernels.readout import (
-    BUFFERS,
-    Arithmetic,
-    Head,
-    Request,
-    divergence,
-    log_softmax,
-    logit_and_rank,
-    logits,
-    read_rows,
-    rows_per_block,
-    top_k,
-)
+from lenspipe.kernels import fused, plain, readout
+from lenspipe.kernels.head import Arithmetic, Head, Request, logits
+from lenspipe.kernels.plain import divergence, log_softmax, logit_and_rank, top_k
+from lenspipe.kernels.readout import rows_per_block
 from lenspipe.variables import variables_of
 
 settings.register_profile("untimed", settings.default, deadline=None)
@@ -37,6 +28,23 @@ ARITHMETICS = [
     Arithmetic(multiply=1.75, divide=0.625, softcap=7.5),
     Arithmetic(multiply=-0.5, softcap=2.0),
 ]
+
+
+WAY = {"read": plain}
+
+
+@pytest.fixture(params=[fused, plain], ids=["fused", "plain"], scope="module", autouse=True)
+def _every_way(request):
+    WAY["read"] = request.param
+
+
+def read_rows(head, states, request, target, answer, final=None):
+    """Read rows at one place, in the way under test; `final` are the last layer's states."""
+    places = states[None] if final is None else torch.stack([states, final])
+    asked = {"target": target, "answer": answer}
+    asked = {name: ids for name, ids in asked.items() if name in request.measures}
+    found = WAY["read"].read_rows(head, places, request, asked, None if final is None else 1)
+    return {name: values[0] for name, values in found.items()}
 
 
 class Case:
@@ -62,9 +70,7 @@ class Case:
         head = self.head
         states, final = (torch.tensor(x[rows], dtype=torch.float32) for x in (self.states, self.final))
         target, answer = (torch.tensor(x[rows], dtype=torch.int64) for x in (self.target, self.answer))
-        return read_rows(
-            head, states, Request(measures, k, self.tracked), target, answer, log_softmax(logits(head, final))
-        )
+        return read_rows(head, states, Request(measures, k, self.tracked), target, answer, final)
 
     def plain_logits(self, state):
         found = []
@@ -93,10 +99,11 @@ def plain_value(z, token):
     return math.nan if token < 0 else z[token]
 
 
-def exact(rows):
-    """A head and states whose logits are `rows`, bit for bit."""
-    values = torch.tensor(np.asarray(rows), dtype=torch.float32)
-    return Head(values.T.contiguous(), None, Arithmetic()), torch.eye(len(values))
+def exact(rows, final=None):
+    """A head and states whose logits are `rows`, bit for bit, and states whose logits are `final`."""
+    values = torch.tensor(np.asarray(rows if final is None else [*rows, *final]), dtype=torch.float32)
+    head, states = Head(values.T.contiguous(), None, Arithmetic()), torch.eye(len(values))
+    return (head, states) if final is None else (head, states[: len(rows)], states[len(rows) :])
 
 
 def nobody(n_rows):
@@ -105,8 +112,7 @@ def nobody(n_rows):
 
 def measure(rows, *measures, k=1):
     head, states = exact(rows)
-    final = log_softmax(logits(head, states))
-    return read_rows(head, states, Request(frozenset(measures), k), nobody(len(rows)), nobody(len(rows)), final)
+    return read_rows(head, states, Request(frozenset(measures), k), nobody(len(rows)), nobody(len(rows)), states)
 
 
 @given(
@@ -186,7 +192,7 @@ def test_states_of_half_precision_are_read_in_float32(dtype):
 def test_reading_leaves_its_inputs_as_they_were():
     case = Case(3, 4, 3, 20, ARITHMETICS[4])
     head, states = case.head, torch.tensor(case.states, dtype=torch.float32)
-    final = log_softmax(logits(head, torch.tensor(case.final, dtype=torch.float32)))
+    final = torch.tensor(case.final, dtype=torch.float32)
     inputs = [head.weight_VD, head.bias_V, states, final]
     before = [values.clone() for values in inputs]
     read_rows(head, states, Request(ALL, 3, (1,)), torch.tensor(case.target), torch.tensor(case.answer), final)
@@ -321,8 +327,7 @@ def test_divergence_of_the_last_layer_from_itself_is_exactly_zero(seed, spread):
     draw = torch.Generator().manual_seed(seed)
     states = torch.randn(4, 8, generator=draw) * spread
     head = Head(torch.randn(300, 8, generator=draw), torch.randn(300, generator=draw), ARITHMETICS[seed % 6])
-    final = log_softmax(logits(head, states))
-    found = read_rows(head, states, Request(frozenset({"kl_final"}), 1), nobody(4), nobody(4), final)
+    found = read_rows(head, states, Request(frozenset({"kl_final"}), 1), nobody(4), nobody(4), states)
     assert found["kl_final"].tolist() == [0.0] * 4
 
 
@@ -331,8 +336,7 @@ def test_divergence_of_the_last_layer_from_itself_is_exactly_zero(seed, spread):
 def test_divergence_of_nearly_equal_layers_is_never_negative(seed):
     draw = torch.Generator().manual_seed(seed)
     rows = torch.randn(8, 2000, generator=draw) * 5
-    head, states = exact(rows.numpy())
-    final = log_softmax(rows * (1 + 1e-6 * torch.randn(8, 1, generator=draw)))
+    head, states, final = exact(rows.numpy(), (rows * (1 + 1e-6 * torch.randn(8, 1, generator=draw))).numpy())
     found = read_rows(head, states, Request(frozenset({"kl_final"}), 1), nobody(8), nobody(8), final)
     assert (found["kl_final"] >= 0).all()
 
@@ -340,7 +344,7 @@ def test_divergence_of_nearly_equal_layers_is_never_negative(seed):
 def test_kl_final_without_the_last_layer_is_refused():
     head, states = exact([[1.0, 2.0]])
     with pytest.raises(ValueError, match="kl_final needs the last layer"):
-        read_rows(head, states, Request(frozenset({"kl_final"}), 1), nobody(1), nobody(1))
+        readout.read_rows(head, states[None], Request(frozenset({"kl_final"}), 1), {})
 
 
 @pytest.mark.parametrize("height", [1, 3, 17])
@@ -371,8 +375,7 @@ def test_a_vocabulary_of_fifty_thousand_keeps_the_precision_of_its_logsumexp(low
     draw = np.random.default_rng(11)
     rows = draw.uniform(low, high, (4, 50_000)).astype(np.float32)
     last = (rows + draw.normal(0, 0.75, rows.shape)).astype(np.float32)
-    head, states = exact(rows)
-    final = log_softmax(torch.tensor(last))
+    head, states, final = exact(rows, last)
     measures = frozenset({"logsumexp", "entropy", "kl_final"})
     found = read_rows(head, states, Request(measures, 1), nobody(4), nobody(4), final)
     lse, entropy, kl = precise(rows, last)
@@ -397,21 +400,25 @@ def test_entropy_of_a_certain_prediction_is_zero():
 @pytest.mark.parametrize("n_rows", [1, 2, 7])
 def test_a_budget_of_so_many_rows_allows_so_many(n_rows):
     head = Head(torch.zeros(1001, 12), None, Arithmetic())
-    row = 4 * (BUFFERS * 1001 + 5 * 12)
+    row = 4 * 3 * 5 * 12  # what fused.row_bytes says
     assert rows_per_block(n_rows * row, head, 5) == n_rows
     assert rows_per_block(n_rows * row + row - 1, head, 5) == n_rows
 
 
-def test_a_budget_below_one_row_is_refused_with_what_one_row_takes():
+def test_a_budget_below_one_row_is_refused():
     head = Head(torch.zeros(1001, 12), None, Arithmetic())
-    row = 4 * (BUFFERS * 1001 + 5 * 12)
-    with pytest.raises(RequestError, match=rf"run\.memory is {row - 1} bytes, but one row of logits takes {row}"):
+    row = 4 * 3 * 5 * 12
+    with pytest.raises(RequestError, match=rf"run\.memory is {row - 1} bytes, but one row takes {row}"):
         rows_per_block(row - 1, head, 5)
 
 
 @given(st.integers(1, 10**12), st.integers(1, 300_000), st.integers(1, 100))
 def test_a_block_never_exceeds_its_budget(budget, n_vocab, n_states):
     head = Head(torch.zeros(1, 8).expand(n_vocab, 8), None, Arithmetic())
-    row = 4 * (BUFFERS * n_vocab + n_states * 8)
+    for way in (fused, plain):
+        row, most = way.row_bytes(head, n_states)
+        assert row >= 4 * n_states * 8
+        assert most >= 1
+    row, _ = fused.row_bytes(head, n_states)
     if budget >= row:
         assert 1 <= rows_per_block(budget, head, n_states) <= budget // row

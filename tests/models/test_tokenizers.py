@@ -17,7 +17,7 @@ from lenspipe.corpora.documents import Document
 from lenspipe.errors import ModelError, RequestError
 from lenspipe.grid import Site
 from lenspipe.kernels import readout as kernel
-from lenspipe.kernels.readout import Request
+from lenspipe.kernels.head import Request
 from lenspipe.models.lens_model import LensModel, open_model
 from lenspipe.models.tokenizer import Tokenizer, load_tokenizer
 from lenspipe.recipe import make_recipe
@@ -240,7 +240,8 @@ def test_ids_that_the_tokenizer_lacks_are_ranked_like_any_other(llama: Any) -> N
     target = torch.arange(len(ids)) + VOCAB - len(ids)
     state = model.states(ids[None], torch.ones_like(ids[None]), [LAST])[LAST][0]
     request = Request(frozenset({"target", "topk"}), 5)
-    found = kernel.read_rows(model.unembed.head, model.unembed.normed(state), request, target, target)
+    found = kernel.read_rows(model.unembed.head, model.unembed.normed(state)[None], request, {"target": target})
+    found = {name: values[0] for name, values in found.items()}
     for row in range(len(ids)):
         rank = sum(float(value) > float(theirs[row, target[row]]) for value in theirs[row])
         assert int(found["target_rank"][row]) == rank

@@ -1,0 +1,132 @@
+"""Plain: the readout from whole rows of logits, by torch alone: on any device, and where nothing is compiled.
+
+Shapes: R rows (states), D width, V vocabulary, K top-k. At most BUFFERS blocks of R x V float32 are alive at once.
+"""
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from lenspipe.kernels.head import Head, Request, logits
+
+BUFFERS = 4
+"""Blocks of R x V float32 that are alive at once: logits, the last layer's log-probabilities, two of scratch."""
+
+BLOCK_BYTES = 2**25
+"""Size of one such block that reads fastest: larger ones are returned to the system and cleared again each time."""
+
+FEWEST_ROWS = 64
+"""Rows below which the product itself slows down, whatever the block's size."""
+
+
+def row_bytes(head: Head, n_states: int) -> tuple[int, int]:
+    """Bytes that one row takes while it is read, and the rows that read fastest at once."""
+    n_vocab, width = head.weight_VD.shape
+    return 4 * (BUFFERS * n_vocab + n_states * width), max(FEWEST_ROWS, BLOCK_BYTES // (4 * n_vocab))
+
+
+def way(_head: Head, _dtype: torch.dtype) -> str:
+    """Name how states are multiplied."""
+    return "torch float32"
+
+
+def read_rows(
+    head: Head, normed_PRD: Tensor, request: Request, asked: Mapping[str, Tensor], final: int | None
+) -> dict[str, Tensor]:
+    """Compute the measures of a block of rows; see `kernels.readout.read_rows`."""
+    final_RV = None
+    if final is not None and "kl_final" in request.measures:
+        final_RV = log_softmax(logits(head, normed_PRD[final]))
+    places = [_read_place(head, normed_RD, request, asked, final_RV) for normed_RD in normed_PRD]
+    return {name: torch.stack([place[name] for place in places]) for name in places[0]}
+
+
+def _read_place(
+    head: Head, normed_RD: Tensor, request: Request, asked: Mapping[str, Tensor], final_logprob_RV: Tensor | None
+) -> dict[str, Tensor]:
+    logits_RV = logits(head, normed_RD)
+    found: dict[str, Tensor] = {}
+    if "topk" in request.measures:
+        found["topk_logit"], found["topk_id"] = top_k(logits_RV, request.top_k)
+    for name, id_R in asked.items():
+        found[f"{name}_logit"], found[f"{name}_rank"] = logit_and_rank(logits_RV, id_R)
+    if "tracked" in request.measures:
+        pairs = [
+            logit_and_rank(logits_RV, torch.full((len(logits_RV),), token, device=logits_RV.device))
+            for token in request.tracked
+        ]
+        found["tracked_logit"] = torch.stack([logit for logit, _ in pairs], dim=1)
+        found["tracked_rank"] = torch.stack([rank for _, rank in pairs], dim=1)
+    logprob_RV, lse_R = _normalize_(logits_RV)
+    if "logsumexp" in request.measures:
+        found["logsumexp"] = lse_R
+    if "entropy" in request.measures:
+        found["entropy"] = -expectation(logprob_RV.exp(), logprob_RV)
+    if "kl_final" in request.measures:
+        assert final_logprob_RV is not None  # noqa: S101 -- read_rows has seen to it
+        # A divergence is not negative; rounding may leave it a hair below zero.
+        found["kl_final"] = divergence(final_logprob_RV, logprob_RV).clamp_(min=0)
+        found["kl_final"][final_logprob_RV.isnan().any(dim=1)] = math.nan
+    return _mark_broken(found, ~torch.isfinite(lse_R))
+
+
+def log_softmax(logits_RV: Tensor) -> Tensor:
+    """Log-probabilities over the full vocabulary; -inf stays -inf. Overwrites logits_RV."""
+    return _normalize_(logits_RV)[0]
+
+
+def _normalize_(logits_RV: Tensor) -> tuple[Tensor, Tensor]:
+    """Turn logits into log-probabilities, in place, and return logsumexp beside them."""
+    # Relative to the largest logit first, so that large logits cost no digits of small differences.
+    largest_R = logits_RV.amax(dim=1)
+    relative_RV = logits_RV.sub_(largest_R[:, None])
+    lse_R = relative_RV.exp().sum(dim=1).log()
+    return relative_RV.sub_(lse_R[:, None]), largest_R + lse_R
+
+
+def top_k(logits_RV: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Find the k largest logits, in order, ties to the lower id: values_RK, ids_RK (int32)."""
+    n_vocab = logits_RV.shape[1]
+    values_RK, ids_RK = torch.topk(logits_RV, min(k + 1, n_vocab), dim=1)
+    # torch.topk breaks ties arbitrarily. Within the k, two stable sorts mend that. Where the k-th and the next are
+    # equal, the choice itself may be wrong, and those rows are sorted in full.
+    torn = (values_RK[:, k - 1] == values_RK[:, -1]).nonzero()[:, 0] if n_vocab > k else ids_RK.new_empty(0)
+    values_RK, ids_RK = values_RK[:, :k], ids_RK[:, :k]
+    by_id = ids_RK.argsort(dim=1)
+    values_RK, ids_RK = values_RK.gather(1, by_id), ids_RK.gather(1, by_id)
+    values_RK, order = values_RK.sort(dim=1, descending=True, stable=True)
+    ids_RK = ids_RK.gather(1, order)
+    for row in torn.tolist():
+        ids_RK[row] = logits_RV[row].sort(descending=True, stable=True).indices[:k]
+    return values_RK, ids_RK.to(torch.int32)
+
+
+def logit_and_rank(logits_RV: Tensor, id_R: Tensor) -> tuple[Tensor, Tensor]:
+    """Look up one token per row: its logit (float32) and its zero-based rank (int32).
+
+    The rank counts strictly larger logits of the same product that gave the token's own logit.
+    """
+    missing_R = id_R < 0
+    logit_R = logits_RV.gather(1, id_R.clamp(min=0)[:, None])
+    rank_R = (logits_RV > logit_R).sum(dim=1, dtype=torch.int32)
+    return logit_R[:, 0].masked_fill(missing_R, math.nan), rank_R.masked_fill_(missing_R, -1)
+
+
+def expectation(prob_RV: Tensor, value_RV: Tensor) -> Tensor:
+    """Sum prob * value over the vocabulary, where a probability of 0 adds 0; overwrites prob_RV."""
+    return prob_RV.mul_(value_RV).nan_to_num_(nan=0.0, posinf=math.inf, neginf=-math.inf).sum(dim=1)
+
+
+def divergence(p_logprob_RV: Tensor, q_logprob_RV: Tensor) -> Tensor:
+    """Compute KL(p || q) per row, in nats, from log-probabilities; overwrites q_logprob_RV."""
+    difference_RV = torch.sub(p_logprob_RV, q_logprob_RV, out=q_logprob_RV)
+    return expectation(p_logprob_RV.exp(), difference_RV)
+
+
+def _mark_broken(found: dict[str, Tensor], broken_R: Tensor) -> dict[str, Tensor]:
+    if broken_R.any():
+        for values in found.values():
+            values[broken_R] = math.nan if values.is_floating_point() else -1
+    return found
