@@ -7,7 +7,7 @@ Knows nothing of recipes, stores and datasets.
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -16,6 +16,8 @@ from torch import Tensor
 
 from lenspipe.errors import RequestError
 from lenspipe.kernels import plain
+from lenspipe.kernels import readout as kernel
+from lenspipe.kernels.head import Arithmetic, Request
 from lenspipe.models.lens_model import LensModel
 from lenspipe.models.tokenizer import Tokenizer
 from lenspipe.models.unembed import Unembed
@@ -88,7 +90,7 @@ def readout(
         ids = _shared_ids("targets", targets, n_vocab, speller) if vocab is None else _subset(vocab, n_vocab, speller)
         k, ids_RK = len(ids), ids.expand(len(flat_RD), -1)
     rows = _Rows(model, flat_RD, ids_RK, k, values, apply_norm, raw)
-    found = rows.measures(slice(None)) if grad else rows.in_blocks(_rows_at_once(memory, model))
+    found = rows.whole(slice(None)) if grad else rows.in_blocks(_bytes(memory))
     found = {name: value.reshape((*shape, *value.shape[1:])) for name, value in found.items()}
     if ids is not None:
         found["ids"] = ids.to(found["values"].device)
@@ -111,8 +113,11 @@ class _Rows:
     apply_norm: bool
     raw: bool
 
-    def in_blocks(self, n_at_once: int) -> dict[str, Tensor]:
+    def in_blocks(self, memory: int) -> dict[str, Tensor]:
         """Read the rows block by block; `ids` are found where they were not given."""
+        by_sorting = self.ids_RK is not None and self.k >= SORT_FROM
+        way = plain if by_sorting else kernel.way_of(self.model.head.weight_VD.device)
+        n_at_once = kernel.rows_per_block(memory, self.model.head, 1, "memory", way)
         n_rows, device = len(self.flat_RD), self.model.head.weight_VD.device
         # Made beforehand: small results that are allocated between large blocks scatter the memory.
         found = {
@@ -126,12 +131,43 @@ class _Rows:
         with torch.no_grad():
             for start in range(0, n_rows, n_at_once):
                 part = slice(start, start + n_at_once)
-                for name, value in self.measures(part).items():
+                for name, value in (self.whole(part) if by_sorting else self.asked(part)).items():
                     found[name][part] = value
         return found
 
-    def measures(self, part: slice) -> dict[str, Tensor]:
-        """Read some rows at once."""
+    def asked(self, part: slice) -> dict[str, Tensor]:
+        """Read some rows at once, each with few tokens asked for."""
+        normed_RD = self.model.rows(self.flat_RD[part], self.apply_norm)
+        head = replace(self.model.head, arithmetic=Arithmetic()) if self.raw else self.model.head
+        measures = frozenset({"logsumexp", "entropy", "logprob", *([] if self.ids_RK is not None else ["topk"])})
+        columns = [] if self.ids_RK is None else self.ids_RK[part].to(normed_RD.device).unbind(1)
+        asked = {str(i): id_R.contiguous() for i, id_R in enumerate(columns)}
+        found = kernel.read_rows(head, normed_RD[None], Request(measures, self.k), asked)
+        found = {name: value[0] for name, value in found.items()}
+        lse_R, entropy_R = found["logsumexp"], found["entropy"]
+        if self.ids_RK is None:
+            logit_RK, logprob_RK = found["topk_logit"], found["topk_logprob"]
+            # Whatever is larger than one of the k is among the k.
+            ranks_RK = torch.searchsorted(-logit_RK, -logit_RK)
+        else:
+            logit_RK, logprob_RK, ranks_RK = (
+                torch.stack([found[f"{name}_{what}"] for name in asked], dim=1) for what in ("logit", "logprob", "rank")
+            )
+        values_RK = {"logits": logit_RK, "log_probs": logprob_RK, "probs": logprob_RK.exp()}[self.values]
+        # The vector is looked at too: a softcap makes plain numbers of an infinite one.
+        broken_R = ~(torch.isfinite(self.flat_RD[part].float()).all(dim=1).to(lse_R.device) & torch.isfinite(lse_R))
+        read = {
+            "values": values_RK.masked_fill(broken_R[:, None], torch.nan),
+            "ranks": ranks_RK.to(torch.int32).masked_fill(broken_R[:, None], -1),
+            "entropy": entropy_R.masked_fill(broken_R, torch.nan),
+            "logsumexp": lse_R.masked_fill(broken_R, torch.nan),
+        }
+        if self.ids_RK is None:
+            read["ids"] = found["topk_id"].long().masked_fill(broken_R[:, None], -1)
+        return read
+
+    def whole(self, part: slice) -> dict[str, Tensor]:
+        """Read some rows at once from all their logits: with gradients, or for many tokens of each row."""
         logits_RV = self.model.logits(self.flat_RD[part], self.raw, self.apply_norm)
         plain_RV, device = logits_RV.detach(), logits_RV.device
         if self.ids_RK is None:
@@ -190,13 +226,10 @@ def _floats(vectors: Any) -> Tensor:
     return torch.from_numpy(np.require(vectors, requirements=["C", "W"]))
 
 
-def _rows_at_once(memory: Any, model: Unembed) -> int:
+def _bytes(memory: Any) -> int:
     if not _is_integer(memory):
         raise RequestError(f"memory is {memory!r}: it must be a whole number of bytes")
-    row, most = plain.row_bytes(model.head, 1)
-    if memory < row:
-        raise RequestError(f"memory is {memory} bytes, but one row of logits takes {row}: allow more")
-    return int(min(memory // row, most))
+    return int(memory)
 
 
 def _check_grad(flat_RD: Tensor, grad: bool) -> None:

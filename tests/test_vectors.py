@@ -11,8 +11,8 @@ from torch import nn
 
 import lenspipe
 from lenspipe.errors import RequestError
+from lenspipe.kernels import fused, plain
 from lenspipe.kernels.head import Arithmetic, Head
-from lenspipe.kernels.plain import BUFFERS
 from lenspipe.models.lens_model import LensModel, open_model
 from lenspipe.models.unembed import Unembed
 from lenspipe.vectors import SORT_FROM
@@ -74,8 +74,10 @@ def plain_rank(row: np.ndarray, token: int) -> int:
     return sum(1 for z in row if z > row[token])
 
 
-def memory_of(n_rows: int, unembed: Unembed) -> int:
-    return n_rows * 4 * (BUFFERS * unembed.head.vocab_size + unembed.head.weight_VD.shape[1])
+def memory_of(n_rows: int, unembed: Unembed, selector: str) -> int:
+    """What n rows take: of whole logits where many tokens are read, else as the kernel says."""
+    row_bytes = (plain if selector == "vocab" else fused).row_bytes
+    return n_rows * row_bytes(unembed.head, 1)[0]
 
 
 @pytest.fixture(scope="module")
@@ -136,9 +138,9 @@ def test_a_subset_is_the_gather_of_the_full_vocabulary_in_the_order_given(n_toke
     full = lenspipe.readout(exact(), vectors, vocab=range(VOCAB), values=values)
     some = lenspipe.readout(exact(), vectors, vocab=order, values=values)
     assert some.ids.tolist() == order
-    assert torch.equal(some.values, full.values[:, order])
     assert torch.equal(some.ranks, full.ranks[:, order])
-    assert torch.equal(some.entropy, full.entropy)
+    torch.testing.assert_close(some.values, full.values[:, order], rtol=1e-6, atol=0)
+    torch.testing.assert_close(some.entropy, full.entropy, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("selector", SELECTORS)
@@ -147,7 +149,7 @@ def test_blocks_of_1_3_and_1000_rows_agree(selector: str) -> None:
     found = {}
     for n, sizes in blocks.items():
         unembed = exact()
-        found[n] = lenspipe.readout(unembed, vectors, memory=memory_of(n, unembed), **SELECTORS[selector])
+        found[n] = lenspipe.readout(unembed, vectors, memory=memory_of(n, unembed, selector), **SELECTORS[selector])
         assert unembed.chain[0].calls == sizes
     for n in (1, 3):
         assert torch.equal(found[n].ids, found[1000].ids)
@@ -436,7 +438,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"vectors": np.ones((2, WIDTH), dtype=int)}, "floating-point numbers, found int64"),
     ({"vectors": [[1.0] * WIDTH]}, "a tensor or a numpy array; found list"),
     ({"grad": True}, "vectors.requires_grad_"),
-    ({"memory": 100}, "memory is 100 bytes, but one row of logits takes"),
+    ({"memory": 10}, "memory is 10 bytes, but one row takes"),
     ({"memory": 1e9}, "memory is 1000000000.0: .* whole number"),
     ({"top_k": None, "targets": []}, "targets is empty"),
     ({"top_k": None, "targets": [VOCAB]}, "targets: id 83, but the vocabulary has ids 0 to 82"),

@@ -41,6 +41,7 @@ _DIVERGENCES = tile.DIVERGENCE | tile.REVERSE
 _SUMS = {
     "logsumexp": tile.SUMS,
     "entropy": tile.SUMS,
+    "logprob": tile.SUMS,
     "kl_final": tile.SUMS | tile.DIVERGENCE,
 }
 """Sums that a measure needs."""
@@ -141,7 +142,7 @@ class _State:
             largest_GL=np.full((n, lanes), -np.inf, np.float32),
             nans_GL=np.zeros((n, lanes), np.int32),
             best_GLK=np.full((n, lanes, k), -np.inf, np.float32),
-            best_id_GLK=np.full((n, lanes, k), -1, np.int32),
+            best_id_GLK=np.full((n, lanes, k), tile.NO_TOKEN, np.int32),
             asked_GQL=asked_GQL,
             seen_GQL=asked_GQL.copy(),
             count_GQL=np.zeros((n, n_asked, lanes), np.int32),
@@ -306,7 +307,9 @@ class _Block:
         measures, sum_SL, lse_L = self.request.measures, state.sum_GSL[g], state.norms[g].sum(axis=0)
         found: dict[str, Array] = {}
         if "topk" in measures:
-            found["topk_logit"], found["topk_id"] = state.best_GLK[g], state.best_id_GLK[g]
+            best_LK, id_LK = state.best_GLK[g], state.best_id_GLK[g]
+            order = np.lexsort((id_LK, -best_LK))
+            found["topk_logit"], found["topk_id"] = (np.take_along_axis(x, order, axis=1) for x in (best_LK, id_LK))
         logit_LQ = np.where(id_QL < 0, np.float32(math.nan), state.seen_GQL[g]).T
         rank_LQ = np.where(id_QL < 0, np.int32(-1), state.count_GQL[g]).T
         for q, name in enumerate(self.asked):
@@ -324,6 +327,10 @@ class _Block:
                 # A divergence is not negative; rounding may leave it a hair below zero.
                 found["kl_final"] = np.maximum(sum_SL[5] + (lse_L - final_lse_L), 0)
                 found["kl_final"][~np.isfinite(final_lse_L)] = math.nan
+            if "logprob" in measures:
+                for name in [name for name in found if name.endswith("_logit")]:
+                    norm_2L = state.norms[g].reshape(2, -1, *[1] * (found[name].ndim - 1))
+                    found[name.replace("_logit", "_logprob")] = (found[name] - norm_2L[0]) - norm_2L[1]
         broken_L = ~np.isfinite(state.largest_GL[g]) | (state.nans_GL[g] > 0)
         for name, values in found.items():
             kept = values.astype(np.int32 if values.dtype.kind == "i" else np.float32)

@@ -70,7 +70,10 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Which measures to compute: names as in variables.MEASURES, and `tracked` and `answer`."""
+    """Which measures to compute: names as in variables.MEASURES, and `tracked`, `answer` and `logprob`.
+
+    `logprob` brings, beside every logit, its log-probability, which keeps digits that logit - logsumexp loses.
+    """
 
     measures: frozenset[str]
     top_k: int

@@ -64,6 +64,14 @@ def _read_place(
         found["logsumexp"] = lse_R
     if "entropy" in request.measures:
         found["entropy"] = -expectation(logprob_RV.exp(), logprob_RV)
+    if "logprob" in request.measures:
+        ids = {**asked, "topk": found["topk_id"].long()} if "topk" in request.measures else dict(asked)
+        ids |= (
+            {"tracked": torch.tensor(request.tracked).expand(len(lse_R), -1)} if "tracked" in request.measures else {}
+        )
+        for name, id_RK in ids.items():
+            picked = logprob_RV.gather(1, id_RK.clamp(min=0).reshape(len(lse_R), -1)).reshape(id_RK.shape)
+            found[f"{name}_logprob"] = picked.masked_fill(id_RK < 0, math.nan)
     if "kl_final" in request.measures:
         assert final_logprob_RV is not None  # noqa: S101 -- read_rows has seen to it
         # A divergence is not negative; rounding may leave it a hair below zero.

@@ -25,11 +25,14 @@ def _fused() -> ModuleType:
     return fused
 
 
-def _way(device: torch.device) -> ModuleType:
+def way_of(device: torch.device) -> ModuleType:
+    """The module that reads on this device: its `read_rows`, `row_bytes` and `way`."""
     return _fused() if device.type == "cpu" else plain
 
 
-def rows_per_block(budget: int, head: Head, n_states: int, setting: str = "run.memory") -> int:
+def rows_per_block(
+    budget: int, head: Head, n_states: int, setting: str = "run.memory", by: ModuleType | None = None
+) -> int:
     """Count the rows to read at once: as many as read fastest, and no more than the budget allows.
 
     Args:
@@ -37,12 +40,13 @@ def rows_per_block(budget: int, head: Head, n_states: int, setting: str = "run.m
         head: the unembedding.
         n_states: states of one row that are held while reading.
         setting: what the budget is called where it was set.
+        by: the module that reads; by default that of the unembedding's device.
 
     Raises:
         RequestError: the budget does not hold one row.
     """
     row: int
-    row, most = _way(head.weight_VD.device).row_bytes(head, n_states)
+    row, most = (by or way_of(head.weight_VD.device)).row_bytes(head, n_states)
     if budget < row:
         raise RequestError(f"{setting} is {budget} bytes, but one row takes {row}: allow more")
     return min(budget // row, int(most))
@@ -50,7 +54,7 @@ def rows_per_block(budget: int, head: Head, n_states: int, setting: str = "run.m
 
 def way(head: Head, dtype: torch.dtype) -> str:
     """Name how states of this dtype are read and multiplied, as in `fused, oneDNN bfloat16`."""
-    chosen = _way(head.weight_VD.device)
+    chosen = way_of(head.weight_VD.device)
     return f"{chosen.__name__.rpartition('.')[2]}, {chosen.way(head, dtype)}"
 
 
@@ -73,5 +77,5 @@ def read_rows(
     """
     if "kl_final" in request.measures and final is None:
         raise ValueError("kl_final needs the last layer's states")
-    found: dict[str, Tensor] = _way(normed_PRD.device).read_rows(head, normed_PRD, request, asked, final)
+    found: dict[str, Tensor] = way_of(normed_PRD.device).read_rows(head, normed_PRD, request, asked, final)
     return found

@@ -22,6 +22,9 @@ SUMS, MOMENTS, DIVERGENCE, REVERSE = 1, 2, 4, 8
 
 N_SUMS = 6
 
+NO_TOKEN = 2**31 - 1
+"""In place of the id where the top-k is not full yet."""
+
 _compiled: Any = njit(nogil=True, cache=True, error_model="numpy", fastmath={"contract"})
 _inlined: Any = njit(nogil=True, error_model="numpy", fastmath={"contract"}, inline="always")
 
@@ -93,7 +96,7 @@ def arithmetic(z_NL: Array, bias_N: Array, multiply: float, divide: float, softc
 def search(
     z_NL: Array, first: int, largest_L: Array, nans_L: Array, best_LK: Array, best_id_LK: Array, sub_L: Array
 ) -> None:
-    """Update the largest logit, the count of NaN, and the top-k, ties to the lower id; `first` is the tile's id."""
+    """Update the largest logit, the count of NaN, and the heap of the top-k; `first` is the id of the tile's first."""
     n, lanes = z_NL.shape
     k = best_LK.shape[1]
     for start in range(0, n, SUB):
@@ -108,21 +111,28 @@ def search(
                 nans_L[r] += z != z
         for r in range(lanes):
             largest_L[r] = sub_L[r] if sub_L[r] > largest_L[r] else largest_L[r]
-            if k and (sub_L[r] > best_LK[r, k - 1] or best_id_LK[r, k - 1] < 0):
+            if k and (sub_L[r] > best_LK[r, 0] or best_id_LK[r, 0] == NO_TOKEN):
                 for v in range(start, stop):
                     _enter(z_NL[v, r], first + v, best_LK[r], best_id_LK[r])
 
 
 @_inlined
 def _enter(z: Any, token: int, best_K: Array, id_K: Array) -> None:
-    j = len(best_K) - 1
-    if z > best_K[j] or id_K[j] < 0:
-        while j > 0 and (z > best_K[j - 1] or id_K[j - 1] < 0):
-            best_K[j] = best_K[j - 1]
-            id_K[j] = id_K[j - 1]
-            j -= 1
-        best_K[j] = z
-        id_K[j] = token
+    """Let a logit into a heap whose root is the worst: the smallest, and of equal ones that of the highest id."""
+    if not (z > best_K[0] or (z == best_K[0] and token < id_K[0])):
+        return
+    k, at = len(best_K), 0
+    while 2 * at + 1 < k:
+        below = 2 * at + 1
+        if below + 1 < k and (
+            best_K[below + 1] < best_K[below] or (best_K[below + 1] == best_K[below] and id_K[below + 1] > id_K[below])
+        ):
+            below += 1
+        if best_K[below] > z or (best_K[below] == z and id_K[below] < token):
+            break
+        best_K[at], id_K[at] = best_K[below], id_K[below]
+        at = below
+    best_K[at], id_K[at] = z, token
 
 
 @_compiled

@@ -215,6 +215,6 @@ def test_without_numba_the_plain_readout_serves(monkeypatch):
     monkeypatch.setitem(sys.modules, "lenspipe.kernels.fused", None)
     readout._fused.cache_clear()
     try:
-        assert readout._way(torch.device("cpu")) is plain
+        assert readout.way_of(torch.device("cpu")) is plain
     finally:
         readout._fused.cache_clear()

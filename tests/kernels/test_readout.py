@@ -160,6 +160,17 @@ def test_measures_bring_their_variables_and_no_others_in_the_declared_types(meas
         assert values.shape == (4, *(lengths[dim] for dim in declared[name].dims[2:]))
 
 
+def test_log_probabilities_stand_beside_every_logit_and_keep_the_digits_of_large_ones():
+    rows = np.array([[4096.0, 4095.5, 4094.25, -3.0]], np.float32)
+    head, states = exact(rows)
+    measures = frozenset({"topk", "target", "tracked", "logprob"})
+    found = read_rows(head, states, Request(measures, 2, (3, 1)), torch.tensor([2]), nobody(1))
+    expected = plain_logprobs(rows[0].tolist())[1]
+    np.testing.assert_allclose(found["topk_logprob"][0], expected[:2], rtol=1e-6)
+    np.testing.assert_allclose(found["target_logprob"][0], expected[2], rtol=1e-6)
+    np.testing.assert_allclose(found["tracked_logprob"][0], [expected[3], expected[1]], rtol=1e-6)
+
+
 def test_a_measure_alone_is_the_same_as_among_all():
     case = Case(2, 6, 5, 33, ARITHMETICS[4])
     together = case.read(4)
