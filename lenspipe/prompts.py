@@ -26,7 +26,7 @@ from lenspipe.stages.read import load_lenses, read_blocks, regroup
 from lenspipe.stages.work import Place
 from lenspipe.storage.arrays import Array
 from lenspipe.storage.dataset import in_memory, readout_dims
-from lenspipe.variables import MEASURES, variables_of
+from lenspipe.variables import AGAINST_FINAL, DEFAULT_MEASURES, variables_of
 
 Texts = str | Tensor | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]
 LensSource = str | Path | Lens
@@ -41,7 +41,7 @@ def logit_lens(
     positions: str | int | Sequence[int] = "all",
     lens: LensSource | Sequence[LensSource] = "logit",
     uncovered: str = "refuse",
-    measures: Sequence[str] = MEASURES,
+    measures: Sequence[str] = DEFAULT_MEASURES,
     top_k: int = 10,
     targets: Sequence[str | int] = (),
     precision: str = "model",
@@ -153,7 +153,7 @@ def _read(
             f"{int(shard.length.max())} tokens"
         )
     last = Site("resid_post", facts.n_blocks - 1)
-    needed = tuple(dict.fromkeys([*sites, *([last] if "kl_final" in recipe.measures else [])]))
+    needed = tuple(dict.fromkeys([*sites, *([last] if recipe.measures & AGAINST_FINAL else [])]))
     model.require(needed)
     unembed = model.unembed.at(recipe.read.precision)
     batches = captured_batches(model, shard, rows, needed, recipe.run.batch_tokens, lambda _: None)

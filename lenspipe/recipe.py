@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from lenspipe.errors import RequestError
-from lenspipe.variables import MEASURES, VARIABLES
+from lenspipe.variables import DEFAULT_MEASURES, MEASURES, VARIABLES, Measure
 
 _UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
@@ -163,9 +163,7 @@ class Read(_Group):
         "model",
         description="round the final norm's result as the model does, or not at all; logits are float32 in both",
     )
-    measures: list[Literal["topk", "logsumexp", "entropy", "target", "kl_final"]] = Field(
-        default=["topk", "logsumexp", "entropy", "target", "kl_final"], min_length=1, description="what to compute"
-    )
+    measures: list[Measure] = Field(default=list(DEFAULT_MEASURES), min_length=1, description="what to compute")
     top_k: int = Field(10, ge=1, description="how many of the largest logits to keep")
     tracked: list[str | int] = Field(
         default=[], description="tokens, by string or id, whose logit and rank are kept at every position"
@@ -314,7 +312,7 @@ def _explain(problem: Any) -> str:
         return f"{name}: missing; {_describe(location)}"
     if location[:2] == ["read", "measures"] and problem["type"] == "literal_error":
         brings = [v.measure for v in VARIABLES if v.name == problem["input"] and v.measure in MEASURES]
-        near = brings or difflib.get_close_matches(str(problem["input"]), MEASURES, n=1)
+        near = [str(m) for m in brings] or difflib.get_close_matches(str(problem["input"]), MEASURES, n=1)
         return f"{name}: unknown measure {problem['input']!r}; " + (
             f"did you mean {near[0]!r}?" if near else f"known are {', '.join(MEASURES)}"
         )

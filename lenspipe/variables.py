@@ -6,7 +6,7 @@ Units: nats for information and for logits (whose differences are nats), "1" for
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 Dim = Literal["lens", "layer", "token", "k", "document", "tracked", "vocab"]
 
@@ -36,6 +36,22 @@ class Variable:
         return self.dims[:2] == ("layer", "token")
 
 
+Measure = Literal[
+    "topk", "logsumexp", "entropy", "target", "kl_final",
+    "varentropy", "renyi2", "margin", "kl_reverse", "js_final", "final_top1", "target_0", "target_2", "target_3",
+    "residual_norm", "cosine_final",
+]  # fmt: skip
+"""What [read] measures may ask for; `tracked` and `answer` come with settings of their own."""
+
+MEASURES: tuple[Measure, ...] = get_args(Measure)
+DEFAULT_MEASURES: tuple[Measure, ...] = ("topk", "logsumexp", "entropy", "target", "kl_final")
+
+AGAINST_FINAL = frozenset({"kl_final", "kl_reverse", "js_final", "final_top1", "cosine_final"})
+"""Measures that compare a state with the last layer's of the same row."""
+
+OFFSETS = {"target_0": 0, "target": 1, "target_2": 2, "target_3": 3}
+"""How many tokens ahead a measure looks for the token whose logit and rank it gives."""
+
 _Z = "z are the logits of the state read by Unembed: final norm, unembedding, bias, scale, then softcap; float32"
 _NATS = "nats"
 
@@ -56,6 +72,34 @@ VARIABLES: tuple[Variable, ...] = (
              "z at target_id; log-probability is target_logit - logsumexp", "target", float("nan")),
     Variable("kl_final", ("layer", "token"), "float32", _NATS, "divergence of this layer from the last",
              "KL(p_final || p_layer) = sum_v p_final_v (log p_final_v - log p_layer_v)", "kl_final"),
+    Variable("varentropy", ("layer", "token"), "float32", "nats2", "variance of the surprisal of the prediction",
+             "sum_v p_v (log p_v)^2 - entropy^2, p = softmax(z), over the full vocabulary", "varentropy"),
+    Variable("renyi2", ("layer", "token"), "float32", _NATS, "Renyi entropy of order 2 of the prediction",
+             "-log(sum_v p_v^2), p = softmax(z), over the full vocabulary", "renyi2"),
+    Variable("margin", ("layer", "token"), "float32", _NATS, "lead of the largest logit over the second",
+             "z of the first of topk_id - z of the second; 0 where they are equal", "margin"),
+    Variable("kl_reverse", ("layer", "token"), "float32", _NATS, "divergence of the last layer from this one",
+             "KL(p_layer || p_final) = sum_v p_layer_v (log p_layer_v - log p_final_v)", "kl_reverse"),
+    Variable("js_final", ("layer", "token"), "float32", _NATS, "Jensen-Shannon divergence of this layer and the last",
+             "KL(p_final || m) / 2 + KL(p_layer || m) / 2, m = (p_final + p_layer) / 2; 0 to log 2", "js_final"),
+    Variable("final_top1_rank", ("layer", "token"), "int32", "1", "rank of the last layer's first choice",
+             "number of v with z_v > z of the last layer's argmax; 0 where this layer agrees", "final_top1", -1),
+    Variable("final_top1_logit", ("layer", "token"), "float32", _NATS, "logit of the last layer's first choice",
+             "z at the last layer's argmax, ties to the lower id", "final_top1", float("nan")),
+    *(variable for offset, ahead in ((0, "the token itself"), (2, "the token after the next"),
+                                     (3, "the token three ahead"))
+      for variable in (
+          Variable(f"target_{offset}_id", ("token",), "int32", "1", f"id of {ahead}",
+                   f"input_id {offset} positions ahead in the same sequence", f"target_{offset}", -1),
+          Variable(f"target_{offset}_rank", ("layer", "token"), "int32", "1", f"rank of {ahead}",
+                   f"number of v with z_v > z at target_{offset}_id; 0 is the argmax", f"target_{offset}", -1),
+          Variable(f"target_{offset}_logit", ("layer", "token"), "float32", _NATS, f"logit of {ahead}",
+                   f"z at target_{offset}_id", f"target_{offset}", float("nan")))),
+    Variable("residual_norm", ("layer", "token"), "float32", "1", "length of the state",
+             "Euclidean norm of the residual as captured, before any lens and the final norm", "residual_norm"),
+    Variable("cosine_final", ("layer", "token"), "float32", "1", "cosine between the state and the last layer's",
+             "h . h_final / (|h| |h_final|) of the residuals as captured; NaN where one has no length", "cosine_final",
+             float("nan")),
     Variable("tracked_logit", ("layer", "token", "tracked"), "float32", _NATS, "logits of the tracked tokens",
              "z at tracked_id", "tracked"),
     Variable("tracked_rank", ("layer", "token", "tracked"), "int32", "1", "ranks of the tracked tokens",
@@ -97,7 +141,6 @@ COORDINATES: tuple[Variable, ...] = (
 )  # fmt: skip
 
 BY_NAME = {variable.name: variable for variable in VARIABLES + COORDINATES}
-MEASURES = ("topk", "logsumexp", "entropy", "target", "kl_final")
 
 
 def variables_of(measures: frozenset[str]) -> tuple[Variable, ...]:

@@ -37,8 +37,11 @@ def read_rows(
 ) -> dict[str, Tensor]:
     """Compute the measures of a block of rows; see `kernels.readout.read_rows`."""
     final_RV = None
-    if final is not None and "kl_final" in request.measures:
+    if final is not None and request.measures & {"kl_final", "kl_reverse", "js_final", "final_top1"}:
         final_RV = log_softmax(logits(head, normed_PRD[final]))
+        if "final_top1" in request.measures:
+            broken_R = ~torch.isfinite(final_RV.amax(dim=1))
+            asked = {**asked, "final_top1": top_k(final_RV, 1)[1][:, 0].long().masked_fill(broken_R, -1)}
     places = [_read_place(head, normed_RD, request, asked, final_RV) for normed_RD in normed_PRD]
     return {name: torch.stack([place[name] for place in places]) for name in places[0]}
 
@@ -50,6 +53,11 @@ def _read_place(
     found: dict[str, Tensor] = {}
     if "topk" in request.measures:
         found["topk_logit"], found["topk_id"] = top_k(logits_RV, request.top_k)
+    if "margin" in request.measures:
+        best_RK = top_k(logits_RV, min(2, logits_RV.shape[1]))[0]
+        found["margin"] = (
+            best_RK[:, 0] - best_RK[:, 1] if best_RK.shape[1] > 1 else torch.full_like(best_RK[:, 0], math.inf)
+        )
     for name, id_R in asked.items():
         found[f"{name}_logit"], found[f"{name}_rank"] = logit_and_rank(logits_RV, id_R)
     if "tracked" in request.measures:
@@ -72,11 +80,19 @@ def _read_place(
         for name, id_RK in ids.items():
             picked = logprob_RV.gather(1, id_RK.clamp(min=0).reshape(len(lse_R), -1)).reshape(id_RK.shape)
             found[f"{name}_logprob"] = picked.masked_fill(id_RK < 0, math.nan)
-    if "kl_final" in request.measures:
-        assert final_logprob_RV is not None  # noqa: S101 -- read_rows has seen to it
-        # A divergence is not negative; rounding may leave it a hair below zero.
-        found["kl_final"] = divergence(final_logprob_RV, logprob_RV).clamp_(min=0)
-        found["kl_final"][final_logprob_RV.isnan().any(dim=1)] = math.nan
+    if "varentropy" in request.measures:
+        entropy_R = -expectation(logprob_RV.exp(), logprob_RV)
+        found["varentropy"] = expectation(logprob_RV.exp(), (logprob_RV + entropy_R[:, None]).square())
+    if "renyi2" in request.measures:
+        found["renyi2"] = -(2 * logprob_RV).logsumexp(dim=1)
+    if final_logprob_RV is not None:
+        broken_R = final_logprob_RV.isnan().any(dim=1)
+        for name in ("js_final", "kl_reverse", "kl_final"):  # the last one overwrites logprob_RV
+            if name in request.measures:
+                # A divergence is not negative; rounding may leave it a hair below zero.
+                found[name] = (
+                    _AGAINST[name](final_logprob_RV, logprob_RV).clamp_(min=0).masked_fill_(broken_R, math.nan)
+                )
     return _mark_broken(found, ~torch.isfinite(lse_R))
 
 
@@ -131,6 +147,22 @@ def divergence(p_logprob_RV: Tensor, q_logprob_RV: Tensor) -> Tensor:
     """Compute KL(p || q) per row, in nats, from log-probabilities; overwrites q_logprob_RV."""
     difference_RV = torch.sub(p_logprob_RV, q_logprob_RV, out=q_logprob_RV)
     return expectation(p_logprob_RV.exp(), difference_RV)
+
+
+def _reverse(p_logprob_RV: Tensor, q_logprob_RV: Tensor) -> Tensor:
+    return divergence(q_logprob_RV, p_logprob_RV.clone())
+
+
+def _shannon(p_logprob_RV: Tensor, q_logprob_RV: Tensor) -> Tensor:
+    # With t = (q - p) / (q + p), four times the term is q + p of a function of t that is 0 at 0 and nowhere negative.
+    p_RV, q_RV = p_logprob_RV.exp(), q_logprob_RV.exp()
+    both_RV = p_RV + q_RV
+    t_RV = (q_RV.sub_(p_RV).abs_() / both_RV).nan_to_num_(nan=0.0)
+    near_RV = (1 - t_RV) * torch.log1p(-t_RV)
+    return (both_RV * ((1 + t_RV) * torch.log1p(t_RV) + near_RV.nan_to_num_(nan=0.0))).sum(dim=1) / 4
+
+
+_AGAINST = {"kl_final": divergence, "kl_reverse": _reverse, "js_final": _shannon}
 
 
 def _mark_broken(found: dict[str, Tensor], broken_R: Tensor) -> dict[str, Tensor]:

@@ -14,6 +14,7 @@ from torch import Tensor
 from lenspipe.errors import RequestError
 from lenspipe.kernels import plain
 from lenspipe.kernels.head import Head, Request
+from lenspipe.variables import AGAINST_FINAL
 
 
 @cache
@@ -69,13 +70,13 @@ def read_rows(
         request: which measures.
         asked: tokens whose logit and rank are wanted, by name (`target`, `answer`): int64 [R], -1 where there is none
             (rank -1, logit NaN).
-        final: which place holds the last layer, for kl_final.
+        final: which place holds the last layer, for the measures of variables.AGAINST_FINAL.
 
     Returns:
         One tensor [P, R, ...] per variable of variables.py that the measures bring. A row whose logits hold NaN
         or +inf has rank -1, id -1 and NaN throughout.
     """
-    if "kl_final" in request.measures and final is None:
-        raise ValueError("kl_final needs the last layer's states")
+    if final is None and (needs := request.measures & AGAINST_FINAL):
+        raise ValueError(f"{', '.join(sorted(needs))} needs the last layer's states")
     found: dict[str, Tensor] = way_of(normed_PRD.device).read_rows(head, normed_PRD, request, asked, final)
     return found

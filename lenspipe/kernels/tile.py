@@ -17,10 +17,10 @@ Array = np.ndarray[Any, Any]
 SUB = 32
 """Tokens that are searched one by one where a lane's largest of them enters its top-k."""
 
-SUMS, MOMENTS, DIVERGENCE, REVERSE = 1, 2, 4, 8
+SUMS, MOMENTS, DIVERGENCE, REVERSE, SHANNON = 1, 2, 4, 8, 16
 """What `absorb` may be asked to add up."""
 
-N_SUMS = 6
+N_SUMS = 7
 
 NO_TOKEN = 2**31 - 1
 """In place of the id where the top-k is not full yet."""
@@ -31,6 +31,7 @@ _inlined: Any = njit(nogil=True, error_model="numpy", fastmath={"contract"}, inl
 # exp(x) = 2**n * exp(f), f = x - n log(2) with log(2) in two parts; the polynomial is that of Cephes' expf (Moshier).
 _LOG2E, _LN2_HIGH, _LN2_LOW = np.float32(1.44269504), np.float32(0.693359375), np.float32(-2.12194440e-4)
 _ROUND = np.float32(1.5 * 2**23)  # added and taken off again, it rounds to a whole number
+_TINY = np.float32(1e-37)
 _LOWEST = np.float32(-87.0)  # exp of less is 0 here: at most 2e-38 of the largest term
 
 
@@ -46,6 +47,28 @@ def _exp(x: Any) -> Any:
     p = p * f + np.float32(5.0000001201e-1)
     p = p * f * f + f + np.float32(1.0)
     return p * np.int32((np.int32(n) + 127) << 23).view(np.float32)
+
+
+@_inlined
+def _log(x: Any) -> Any:
+    """Of a number above 0; Cephes' logf: x = 2**n * (1 + f), 1 + f near 1."""
+    bits = np.float32(x).view(np.int32)
+    n = np.float32(((bits >> 23) & 255) - 126)
+    f = np.int32((bits & 0x7FFFFF) | 0x3F000000).view(np.float32)
+    low = f < np.float32(0.707106781)
+    n = n - np.float32(1) if low else n
+    f = (f + f if low else f) - np.float32(1)
+    square = f * f
+    p = np.float32(7.0376836292e-2)
+    p = p * f - np.float32(1.1514610310e-1)
+    p = p * f + np.float32(1.1676998740e-1)
+    p = p * f - np.float32(1.2420140846e-1)
+    p = p * f + np.float32(1.4249322787e-1)
+    p = p * f - np.float32(1.6668057665e-1)
+    p = p * f + np.float32(2.0000714765e-1)
+    p = p * f - np.float32(2.4999993993e-1)
+    p = p * f + np.float32(3.3333331174e-1)
+    return n * _LN2_HIGH + (f + (p * f * square + n * _LN2_LOW - np.float32(0.5) * square))
 
 
 @_inlined
@@ -252,6 +275,30 @@ def add_reverse(z_NL: Array, final_NL: Array, largest_L: Array, sum_SL: Array, p
 
 
 @_compiled
+def add_shannon(z_NL: Array, norm_2L: Array, p_NL: Array, sum_SL: Array, part_SL: Array) -> None:
+    """Add sum 6, twice the Jensen-Shannon divergence of softmax(z), whose logsumexp is known, from p_final."""
+    n, lanes = z_NL.shape
+    largest_L, above_L, part_L = norm_2L[0], norm_2L[1], part_SL[0]
+    part_L[:] = 0
+    for v in range(n):
+        z_L, p_L = z_NL[v], p_NL[v]
+        for r in range(lanes):
+            x = (z_L[r] - largest_L[r]) - above_L[r]
+            low = x < _LOWEST
+            q = np.float32(0) if low else _exp(_LOWEST if low else x)
+            # With t = (q - p) / (q + p), twice the term is (q + p) / 2 of a function of t that is nowhere negative.
+            both = q + p_L[r]
+            some = both > _TINY
+            t = abs(q - p_L[r]) / (both if some else np.float32(1))
+            rest = np.float32(1) - t
+            term = (np.float32(1) + t) * _log(np.float32(1) + t)
+            term += rest * _log(rest if rest > _TINY else np.float32(1))
+            part_L[r] += np.float32(0.5) * both * term if some else np.float32(0)
+    for r in range(lanes):
+        sum_SL[6, r] += part_L[r]
+
+
+@_compiled
 def absorb(
     z_NL: Array,
     first: int,
@@ -264,22 +311,27 @@ def absorb(
     seen_QL: Array,
     count_QL: Array,
     sum_SL: Array,
+    norm_2L: Array,
     scratch_SL: Array,
     final_NL: Array,
     p_NL: Array,
     wanted: int,
 ) -> None:
-    """Take in one tile: all that is wanted of it (SUMS, MOMENTS, DIVERGENCE, REVERSE added up).
+    """Take in one tile: all that is wanted of it; SHANNON stands alone, for a second walk.
 
     Args:
         z_NL: logits of tokens `first` to `first` + N.
         largest_L, nans_L, best_LK, best_id_LK: what has been found so far, as in `search`.
         id_QL, asked_QL, seen_QL, count_QL: as in `count_larger`.
-        sum_SL: float64, 6 sums.
+        sum_SL: float64, N_SUMS sums.
+        norm_2L: logsumexp in two parts, the largest logit first; known in a second walk.
         scratch_SL: float32, 4 rows.
         final_NL, p_NL: the last layer's logits and probabilities, where a divergence is wanted.
         wanted: flags.
     """
+    if wanted & SHANNON:
+        add_shannon(z_NL, norm_2L, p_NL, sum_SL, scratch_SL)
+        return
     before_L = scratch_SL[2]
     before_L[:] = largest_L
     search(z_NL, first, largest_L, nans_L, best_LK, best_id_LK, scratch_SL[3])
@@ -332,7 +384,7 @@ def walk(
     tiles_NL: tuple[Array, Array, Array],
     scratch_SL: Array,
     id_QL: Array,
-    state: tuple[Array, Array, Array, Array, Array, Array, Array, Array],
+    state: tuple[Array, Array, Array, Array, Array, Array, Array, Array, Array],
     wanted: int,
 ) -> None:
     """Multiply and take in tile after tile of some tokens: `first` to `first` + n_tokens.
@@ -344,9 +396,10 @@ def walk(
         reference_at: address of the last layer's operand, 0 for none; reference_norm_2L is its logsumexp.
         bias_N, multiply, divide, softcap: as in `arithmetic`.
         tiles_NL: room for three tiles.
-        state: largest_GL, nans_GL, best_GLK, best_id_GLK, asked_GQL, seen_GQL, count_GQL, sum_GSL, as in `absorb`.
+        state: largest_GL, nans_GL, best_GLK, best_id_GLK, asked_GQL, seen_GQL, count_GQL, sum_GSL, norm_G2L, as in
+            `absorb`.
     """
-    largest_GL, nans_GL, best_GLK, best_id_GLK, asked_GQL, seen_GQL, count_GQL, sum_GSL = state
+    largest_GL, nans_GL, best_GLK, best_id_GLK, asked_GQL, seen_GQL, count_GQL, sum_GSL, norm_G2L = state
     size, lanes = tiles_NL[0].shape
     for start in range(0, n_tokens, size):
         n = min(size, n_tokens - start)
@@ -362,5 +415,5 @@ def walk(
             arithmetic(z_NL, bias, multiply, divide, softcap)
             absorb(
                 z_NL, first + start, largest_GL[g], nans_GL[g], best_GLK[g], best_id_GLK[g], id_QL, asked_GQL[g],
-                seen_GQL[g], count_GQL[g], sum_GSL[g], scratch_SL, final_NL, p_NL, wanted,
+                seen_GQL[g], count_GQL[g], sum_GSL[g], norm_G2L[g], scratch_SL, final_NL, p_NL, wanted,
             )  # fmt: skip

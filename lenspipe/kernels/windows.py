@@ -115,7 +115,7 @@ class Rows:
 
     Attributes:
         input_id, target_id, document, position, sequence, is_special: per row, as in the dataset; target_id is
-            -1 at the last position of a sequence.
+            -1 at the last position of a sequence, and the others likewise.
         owner: per row, its sequence's number within the shard.
         column: per row, its index in its sequence.
         reading_order: row numbers in reading order.
@@ -123,6 +123,8 @@ class Rows:
 
     input_id: Ints
     target_id: Ints
+    target_2_id: Ints
+    target_3_id: Ints
     document: Ints
     position: Ints
     sequence: Ints
@@ -130,6 +132,11 @@ class Rows:
     owner: Index
     column: Index
     reading_order: Index
+
+    @property
+    def target_0_id(self) -> Ints:
+        """The rows' own tokens."""
+        return self.input_id
 
     def __len__(self) -> int:
         return len(self.input_id)
@@ -155,14 +162,15 @@ def select_rows(shard: TokenShard, positions: str | Sequence[int]) -> Rows:
         for item in [-1] if positions == "last" else positions:
             wanted |= position == (int(item) if int(item) >= 0 else int(item) + length[document])
         counts &= wanted
-    target = np.full(n_ids, -1, dtype=np.int32)
-    target[:-1] = np.where(owner[1:] == owner[:-1], shard.input_id[1:], -1)
+    target, target_2, target_3 = (_ahead(shard.input_id, owner, offset) for offset in (1, 2, 3))
     place = np.empty(len(shard.length), dtype=np.int64)
     place[shard.reading_order] = np.arange(len(shard.length))
     chosen: Any = np.flatnonzero(counts)
     return Rows(
         input_id=shard.input_id[chosen],
         target_id=target[chosen],
+        target_2_id=target_2[chosen],
+        target_3_id=target_3[chosen],
         document=document[chosen],
         position=position[chosen],
         sequence=shard.sequence[owner][chosen],
@@ -171,3 +179,9 @@ def select_rows(shard: TokenShard, positions: str | Sequence[int]) -> Rows:
         column=column[chosen],
         reading_order=np.argsort(place[owner[chosen]], kind="stable"),
     )
+
+
+def _ahead(input_id: Ints, owner: Index, offset: int) -> Ints:
+    found = np.full(len(input_id), -1, dtype=np.int32)
+    found[:-offset] = np.where(owner[offset:] == owner[:-offset], input_id[offset:], -1)
+    return found

@@ -18,7 +18,7 @@ from lenspipe.models.facts import ModelFacts
 from lenspipe.recipe import Recipe
 from lenspipe.storage.arrays import Array
 from lenspipe.storage.dataset import object_array
-from lenspipe.variables import BY_NAME
+from lenspipe.variables import BY_NAME, OFFSETS
 
 PACKAGES = ("lenspipe", "torch", "transformers", "tokenizers", "numpy", "zarr", "xarray")
 
@@ -102,8 +102,8 @@ def small_variables(
     }
     if "topk" in recipe.measures:
         small["k"] = np.arange(recipe.read.top_k, dtype=np.int32)
-    if "target" in recipe.measures:
-        small["target_id"] = rows("target_id")
+    for measure in recipe.measures & OFFSETS.keys():
+        small[f"{measure}_id"] = rows(f"{measure}_id")
     if tracked:
         small["tracked"] = np.array([vocabulary[i] for i in tracked], dtype=object)
         small["tracked_id"] = np.array(tracked, dtype=np.int32)

@@ -29,7 +29,7 @@ from lenspipe.stages.encode import load_tokens
 from lenspipe.stages.work import Cell, Place, ShardWork, lens_digests, read_inputs, sites_of
 from lenspipe.storage.arrays import Array, open_residual, write_table
 from lenspipe.storage.artifacts import ArtifactStore
-from lenspipe.variables import variables_of
+from lenspipe.variables import AGAINST_FINAL, OFFSETS, variables_of
 
 Blocks = Iterator[Mapping[Site, Tensor]]
 
@@ -157,14 +157,17 @@ def read_blocks(
     """
     order = rows.reading_order
     device = unembed.head.weight_VD.device
-    known = {"target": rows.target_id, "answer": tokens.answer_id[rows.document]}
-    asked = {name: torch.from_numpy(ids[order].astype(np.int64)) for name, ids in known.items()}
-    asked = {name: ids.to(device) for name, ids in asked.items() if name in request.measures}
+    known = {name: getattr(rows, f"{name}_id") for name in OFFSETS} | {"answer": tokens.answer_id[rows.document]}
+    asked = {
+        name: torch.from_numpy(ids[order].astype(np.int64)).to(device)
+        for name, ids in known.items()
+        if name in request.measures
+    }
     readouts = {(lens, site.name): _empty(request, len(rows)) for lens, site in places}
     mapped = {name: lens.to(device) for name, lens in lenses.items()}
     readers = [(mapped[name], site) for name, site in places]
     final = None
-    if "kl_final" in request.measures:
+    if request.measures & AGAINST_FINAL:
         last = Site("resid_post", facts.n_blocks - 1)
         there = [i for i, (lens, site) in enumerate(readers) if lens.kind == "logit" and site == last]
         readers += [] if there else [(LOGIT, last)]
@@ -175,6 +178,7 @@ def read_blocks(
         normed = torch.stack([_normed(unembed, lens, site, block[site].to(device)) for lens, site in readers])
         part = {name: ids[start:stop] for name, ids in asked.items()}
         found = kernel.read_rows(unembed.head, normed, request, part, final)
+        found |= _of_states(request, [block[site] for _, site in readers], final)
         for variable, values in found.items():
             for (name, site), read_out in zip(places, values.cpu().numpy(), strict=False):
                 readouts[name, site.name][variable][start:stop] = read_out
@@ -182,6 +186,18 @@ def read_blocks(
     if start != len(rows):
         raise ValueError(f"{start} of {len(rows)} rows were read")
     return readouts
+
+
+def _of_states(request: Request, states: Sequence[Tensor], final: int | None) -> dict[str, Tensor]:
+    """Measures of the residuals themselves, [P, R]; sums in float64."""
+    found = {}
+    if "residual_norm" in request.measures:
+        found["residual_norm"] = torch.stack([state.double().norm(dim=1) for state in states]).float()
+    if "cosine_final" in request.measures and final is not None:
+        last = states[final].double()
+        cosines = [(state.double() * last).sum(1) / (state.double().norm(dim=1) * last.norm(dim=1)) for state in states]
+        found["cosine_final"] = torch.stack(cosines).float()
+    return found
 
 
 def _normed(unembed: Unembed, lens: Lens, site: Site, state: Tensor) -> Tensor:

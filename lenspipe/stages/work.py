@@ -14,6 +14,7 @@ from lenspipe.keys import artifact_key, digest
 from lenspipe.lenses.files import lens_digest
 from lenspipe.models.facts import ModelFacts
 from lenspipe.recipe import Parts, Recipe, lens_name
+from lenspipe.variables import AGAINST_FINAL
 
 VERSION = {"encode": 1, "capture": 1, "read": 2, "assemble": 2}
 """The version of each stage's numbers: raise one, and its results and all that rest on them are redone."""
@@ -177,7 +178,7 @@ def shard_work(
         return artifact_key("capture", VERSION["capture"], capture_inputs(recipe, facts, tokens, site))
 
     last = Site("resid_post", facts.n_blocks - 1)
-    final = capture_key(last) if "kl_final" in recipe.measures else None
+    final = capture_key(last) if recipe.measures & AGAINST_FINAL else None
 
     def cell(site: Site, lens: str) -> Cell:
         capture = capture_key(site)

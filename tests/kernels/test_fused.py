@@ -9,12 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from lenspipe.kernels import fused, plain, product, readout, tile
+from lenspipe.kernels import fused, plain, product, readout, tile, walk
 from lenspipe.kernels.fused import LANES
 from lenspipe.kernels.head import TILE, Arithmetic, Head, Request
 from lenspipe.kernels.product import Product, choose_product
 
-MEASURES = frozenset({"topk", "logsumexp", "entropy", "target", "kl_final", "tracked", "answer"})
+MEASURES = frozenset({
+    "topk", "logsumexp", "entropy", "target", "kl_final", "tracked", "answer", "varentropy", "renyi2", "margin",
+    "kl_reverse", "js_final", "final_top1",
+})  # fmt: skip
 V, D = 3 * TILE + 17, 24
 WAYS = [
     way
@@ -66,6 +69,13 @@ def test_every_way_to_multiply_gives_the_numbers_of_float64(monkeypatch, way, n_
                 "entropy": -(q * (z - lse)).sum(),
                 "kl_final": (w * ((final - final_lse) - (z - lse))).sum(),
                 "topk_logit": np.sort(z)[::-1][:7],
+                "varentropy": (q * (z - lse) ** 2).sum() - (q * (z - lse)).sum() ** 2,
+                "renyi2": -np.log((q * q).sum()),
+                "margin": np.sort(z)[-1] - np.sort(z)[-2],
+                "kl_reverse": (q * ((z - lse) - (final - final_lse))).sum(),
+                "js_final": (w * np.log(2 * w / (w + q)) + q * np.log(2 * q / (w + q))).sum() / 2,
+                "final_top1_rank": (z > z[final.argmax()]).sum(),
+                "final_top1_logit": z[final.argmax()],
             }
             for name, value in expected.items():
                 np.testing.assert_allclose(found[name][p, r], value, rtol=1e-5, atol=1e-5, err_msg=name)
@@ -107,7 +117,7 @@ def test_reading_leaves_the_number_of_threads_of_new_threads_alone():
 @pytest.mark.parametrize("rows", [slice(0, 1), slice(3, 140)])
 def test_a_row_is_the_same_whatever_is_read_beside_it(places, rows):
     head, states, asked = operands(6, 150, seed=2)
-    measures = replace(request(), measures=MEASURES - {"kl_final"})
+    measures = replace(request(), measures=frozenset({"topk", "entropy", "target", "answer", "margin", "renyi2"}))
     whole = fused.read_rows(head, states, measures, asked, None)
     some = {name: ids[rows] for name, ids in asked.items()}
     part = fused.read_rows(head, states[places, rows], measures, some, None)
@@ -119,13 +129,13 @@ def test_a_rank_is_counted_against_the_logit_of_its_own_tile(monkeypatch):
     """The product of a token alone may round otherwise than its tile's: here it is made to."""
     head, states, asked = operands(3, 40, seed=3)
     right = fused.read_rows(head, states, request(), asked, 2)
-    honest = fused._Walk._asked
+    honest = walk.Walk._asked
 
     def off(self, operand, id_QL):
         logits_QL = honest(self, operand, id_QL)
         return np.nextafter(logits_QL, np.float32(-np.inf)) - np.float32(0.05)
 
-    monkeypatch.setattr(fused._Walk, "_asked", off)
+    monkeypatch.setattr(walk.Walk, "_asked", off)
     found = fused.read_rows(head, states, request(), asked, 2)
     for name, values in right.items():
         torch.testing.assert_close(found[name], values, rtol=0, atol=0, equal_nan=True)
@@ -164,10 +174,17 @@ def test_a_vocabulary_of_256_000_keeps_entropy_and_divergence_within_1e_5_of_flo
     rows = torch.randn(256_000, 4, generator=draw) * spread
     weight = torch.cat([rows, rows + 0.3 * torch.randn(256_000, 4, generator=draw)], dim=1)
     head, states = Head(weight, None, Arithmetic()), torch.eye(8).reshape(2, 4, 8)
-    found = fused.read_rows(head, states, Request(frozenset({"entropy", "kl_final", "logsumexp"}), 1), {}, 1)
+    measures = frozenset({"entropy", "kl_final", "kl_reverse", "js_final", "varentropy"})
+    found = fused.read_rows(head, states, Request(measures, 1), {}, 1)
     z, final = (weight.T[i : i + 4].double().log_softmax(1) for i in (0, 4))
     np.testing.assert_allclose(found["entropy"][0], -(z.exp() * z).sum(1), rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(found["kl_final"][0], (final.exp() * (final - z)).sum(1), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(found["kl_reverse"][0], (z.exp() * (z - final)).sum(1), rtol=1e-5, atol=1e-5)
+    middle = torch.logaddexp(z, final) - math.log(2)
+    js = ((z.exp() * (z - middle)).sum(1) + (final.exp() * (final - middle)).sum(1)) / 2
+    np.testing.assert_allclose(found["js_final"][0], js, rtol=1e-5, atol=1e-6)
+    mean = (z.exp() * z).sum(1, keepdim=True)
+    np.testing.assert_allclose(found["varentropy"][0], (z.exp() * (z - mean) ** 2).sum(1), rtol=1e-5, atol=1e-5)
 
 
 def test_the_exponential_is_that_of_float64_to_two_units_of_the_last_place():

@@ -14,12 +14,12 @@ from lenspipe.kernels import fused, plain, readout
 from lenspipe.kernels.head import Arithmetic, Head, Request, logits
 from lenspipe.kernels.plain import divergence, log_softmax, logit_and_rank, top_k
 from lenspipe.kernels.readout import rows_per_block
-from lenspipe.variables import variables_of
+from lenspipe.variables import MEASURES, OFFSETS, variables_of
 
 settings.register_profile("untimed", settings.default, deadline=None)
 settings.load_profile("untimed")
 
-ALL = frozenset({"topk", "logsumexp", "entropy", "target", "kl_final", "tracked", "answer"})
+ALL = frozenset(MEASURES) - {"residual_norm", "cosine_final", *OFFSETS} | {"target", "tracked", "answer"}
 ARITHMETICS = [
     Arithmetic(),
     Arithmetic(multiply=0.375),
@@ -141,6 +141,20 @@ def test_every_measure_is_that_of_plain_float64_loops(seed, n_rows, width, n_voc
         np.testing.assert_allclose(found["entropy"][r], -sum(math.exp(v) * v for v in q), **close)
         kl = sum(math.exp(a) * (a - b) for a, b in zip(p, q, strict=True))
         np.testing.assert_allclose(found["kl_final"][r], kl, **close)
+        kl = sum(math.exp(b) * (b - a) for a, b in zip(p, q, strict=True))
+        np.testing.assert_allclose(found["kl_reverse"][r], kl, **close)
+        middle = [math.log((math.exp(a) + math.exp(b)) / 2) for a, b in zip(p, q, strict=True)]
+        js = sum(math.exp(x) * (x - m) / 2 for y in (p, q) for x, m in zip(y, middle, strict=True))
+        np.testing.assert_allclose(found["js_final"][r], js, **close)
+        mean = sum(math.exp(v) * v for v in q)
+        np.testing.assert_allclose(found["varentropy"][r], sum(math.exp(v) * (v - mean) ** 2 for v in q), **close)
+        np.testing.assert_allclose(found["renyi2"][r], -math.log(math.fsum(math.exp(2 * v) for v in q)), **close)
+        largest = [*sorted(z, reverse=True), -math.inf]
+        np.testing.assert_allclose(found["margin"][r], largest[0] - largest[1], **close)
+        last = case.plain_logits(case.final[r])
+        first = min(range(n_vocab), key=lambda v: (-last[v], v))
+        assert found["final_top1_rank"][r] == plain_rank(z, first)
+        np.testing.assert_allclose(found["final_top1_logit"][r], z[first], **close)
         for name, token in (("target", case.target[r]), ("answer", case.answer[r])):
             assert found[f"{name}_rank"][r] == plain_rank(z, token)
             np.testing.assert_allclose(found[f"{name}_logit"][r], plain_value(z, token), **close)
@@ -148,7 +162,7 @@ def test_every_measure_is_that_of_plain_float64_loops(seed, n_rows, width, n_voc
         np.testing.assert_allclose(found["tracked_logit"][r], [z[token] for token in case.tracked], **close)
 
 
-@pytest.mark.parametrize("measures", [{"topk"}, {"target", "entropy"}, {"kl_final"}, {"tracked", "answer"}, ALL])
+@pytest.mark.parametrize("measures", [{"topk"}, {"target", "entropy"}, {"js_final"}, {"tracked", "margin"}, ALL])
 def test_measures_bring_their_variables_and_no_others_in_the_declared_types(measures):
     case = Case(1, 4, 3, 20, ARITHMETICS[4])
     found = case.read(5, frozenset(measures))
@@ -309,6 +323,12 @@ def test_tokens_at_minus_infinity_add_nothing(seed, n_vocab):
         lse, q = plain_logprobs(z)
         p = plain_logprobs([v for v in case.plain_logits(case.final[r]) if v > -math.inf])[1]
         kl = sum(math.exp(a) * (a - b) for a, b in zip(p, q, strict=True))
+        middle = [(math.exp(a) + math.exp(b)) / 2 for a, b in zip(p, q, strict=True)]
+        js = sum(math.exp(x) * (x - math.log(m)) / 2 for y in (p, q) for x, m in zip(y, middle, strict=True))
+        assert found["js_final"][r].item() == pytest.approx(js, abs=1e-5)
+        assert found["kl_reverse"][r].item() == pytest.approx(
+            sum(math.exp(b) * (b - a) for a, b in zip(p, q, strict=True)), abs=2e-5
+        )
         assert found["logsumexp"][r].item() == pytest.approx(lse, abs=1e-5)
         assert found["entropy"][r].item() == pytest.approx(-sum(math.exp(v) * v for v in q), abs=1e-5)
         assert found["kl_final"][r].item() == pytest.approx(kl, abs=2e-5)
@@ -338,8 +358,10 @@ def test_divergence_of_the_last_layer_from_itself_is_exactly_zero(seed, spread):
     draw = torch.Generator().manual_seed(seed)
     states = torch.randn(4, 8, generator=draw) * spread
     head = Head(torch.randn(300, 8, generator=draw), torch.randn(300, generator=draw), ARITHMETICS[seed % 6])
-    found = read_rows(head, states, Request(frozenset({"kl_final"}), 1), nobody(4), nobody(4), states)
-    assert found["kl_final"].tolist() == [0.0] * 4
+    measures = frozenset({"kl_final", "kl_reverse", "js_final"})
+    found = read_rows(head, states, Request(measures, 1), nobody(4), nobody(4), states)
+    for name in measures:
+        assert found[name].tolist() == [0.0] * 4
 
 
 @given(st.integers(0, 2**32 - 1))
