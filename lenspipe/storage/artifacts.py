@@ -24,6 +24,7 @@ from lenspipe.errors import DamagedArtifactError, StoreError
 
 MANIFEST = "manifest.json"
 RECORD = "prefect-record"
+CHECKSUM = "crc32c"
 FORMAT = 1
 _WRITING = {
     errno.ENOSPC,
@@ -67,13 +68,14 @@ class ArtifactStore:
 
     def path(self, stage: str, key: str) -> Path:
         """Where an artifact is, or would be."""
-        return self.root / stage / key[:2] / key
+        return Path(self.root, stage, key[:2], key)
 
     def manifest(self, stage: str, key: str) -> Manifest | None:
         """Read an artifact's manifest; None where there is none that can be read."""
         try:
-            values = json.loads((self.path(stage, key) / MANIFEST).read_text(encoding="utf-8"))
-            if values.pop("crc32c") != _crc_text(_spell(values)):
+            text = Path(self.path(stage, key), MANIFEST).read_text(encoding="utf-8")
+            values = json.loads(text)
+            if not _is_intact(text, values[CHECKSUM]):
                 return None
             files = {str(name): (int(size), str(crc)) for name, (size, crc) in values["files"].items()}
             if values["format"] != FORMAT or values["stage"] != stage or values["key"] != key:
@@ -85,15 +87,18 @@ class ArtifactStore:
     def is_whole(self, stage: str, key: str) -> bool:
         """Tell whether an artifact is there with every file at its size."""
         manifest = self.manifest(stage, key)
-        return manifest is not None and _sizes(self.path(stage, key)) == {
-            name: size for name, (size, _) in manifest.files.items()
-        }
+        try:
+            return manifest is not None and _sizes(self.path(stage, key)) == {
+                name: size for name, (size, _) in manifest.files.items()
+            }
+        except OSError:
+            return False
 
     def missing_or_damaged(self, stage: str, key: str) -> str | None:
         """Classify an artifact: None if whole, "missing", or "damaged" (there, but not whole)."""
-        if self.is_whole(stage, key):
-            return None
-        return "damaged" if self.path(stage, key).exists() else "missing"
+        if not self.path(stage, key).exists():
+            return "missing"
+        return None if self.is_whole(stage, key) else "damaged"
 
     def open(self, stage: str, key: str, checked: str | None = None) -> tuple[Path, Manifest]:
         """Find a whole artifact: its folder and manifest.
@@ -146,8 +151,7 @@ class ArtifactStore:
                     "files": {n: (size, _crc(draft.folder / n)) for n, size in sorted(_sizes(draft.folder).items())},
                     "created": datetime.now(UTC).isoformat(timespec="seconds"),
                 }
-                text = _spell({**manifest, "crc32c": _crc_text(_spell(manifest))})
-                (draft.folder / MANIFEST).write_text(text, encoding="utf-8")
+                (draft.folder / MANIFEST).write_text(_spell(manifest), encoding="utf-8")
                 _sync_tree(draft.folder)
                 self._move(draft.folder, target, stage, key)
             finally:
@@ -202,18 +206,33 @@ class Draft:
 
 
 def _sizes(folder: Path) -> dict[str, int]:
+    """Bytes of every payload file, by its path inside the folder."""
     found: dict[str, int] = {}
-    for base, _, names in os.walk(folder):
-        for name in names:
-            path = Path(base, name)
-            relative = path.relative_to(folder).as_posix()
-            if relative != MANIFEST and not relative.startswith(RECORD):
-                found[relative] = path.stat().st_size
+    waiting = [""]
+    while waiting:
+        inner = waiting.pop()
+        with os.scandir(f"{folder}/{inner}") as entries:
+            for entry in entries:
+                name = inner + entry.name
+                if entry.is_dir(follow_symlinks=False):
+                    waiting.append(f"{name}/")
+                elif name != MANIFEST and not name.startswith(RECORD):
+                    found[name] = entry.stat().st_size
     return found
 
 
 def _spell(manifest: Mapping[str, Any]) -> str:
-    return json.dumps(manifest, indent=1, sort_keys=True, allow_nan=False)
+    """Spell a manifest, with a line for the checksum of all its other lines."""
+
+    def spell(values: Mapping[str, Any]) -> str:
+        return json.dumps(values, indent=1, sort_keys=True, allow_nan=False)
+
+    return spell({**manifest, CHECKSUM: _crc_text(spell(manifest))})
+
+
+def _is_intact(text: str, crc: str) -> bool:
+    """Tell whether the other lines of a manifest still have the checksum that it gives."""
+    return _crc_text(text.replace(f'\n "{CHECKSUM}": "{crc}",', "", 1)) == crc
 
 
 def _crc_text(text: str) -> str:
