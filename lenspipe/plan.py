@@ -16,8 +16,16 @@ from lenspipe.grid import Site, cut_shards, select_sites
 from lenspipe.keys import artifact_key, digest
 from lenspipe.models.facts import ModelFacts, read_facts
 from lenspipe.recipe import Recipe
-from lenspipe.stages.assemble import dataset_path
-from lenspipe.stages.work import Cell, ShardWork, combine, dataset_key, lens_digests, resolved_max_length, shard_work
+from lenspipe.stages.work import (
+    Cell,
+    ShardWork,
+    combine,
+    dataset_key,
+    dataset_path,
+    lens_digests,
+    resolved_max_length,
+    shard_work,
+)
 from lenspipe.storage.artifacts import ArtifactStore
 from lenspipe.variables import BY_NAME, variables_of
 

@@ -19,16 +19,11 @@ from lenspipe.models.tokenizer import Tokenizer
 from lenspipe.recipe import Recipe, lens_name
 from lenspipe.stages.encode import load_columns, load_tokens
 from lenspipe.stages.labels import Piece, attributes, dimensions, in_document_order, small_variables
-from lenspipe.stages.work import VERSION, Place, ShardWork, dataset_inputs, dataset_key
+from lenspipe.stages.work import DATASET, VERSION, Place, ShardWork, dataset_inputs, dataset_key, dataset_path
 from lenspipe.storage.arrays import Array, read_table
 from lenspipe.storage.artifacts import ArtifactStore
-from lenspipe.storage.dataset import DATASET, DatasetWriter
+from lenspipe.storage.dataset import DatasetWriter
 from lenspipe.variables import variables_of
-
-
-def dataset_path(store: ArtifactStore, key: str) -> Path:
-    """Where a dataset is, or would be."""
-    return store.path("assemble", key) / DATASET
 
 
 def assemble(
@@ -40,8 +35,8 @@ def assemble(
     shards: Sequence[ShardWork],
     tracked: tuple[int, ...],
     report: Callable[[int], None],
-) -> None:
-    """Write and publish the dataset.
+) -> Path:
+    """Write and publish the dataset; returns its path.
 
     Args:
         store, recipe, facts, tokenizer: of the run.
@@ -55,7 +50,7 @@ def assemble(
     """
     key = dataset_key(recipe, facts, shards)
     if store.is_whole("assemble", key):
-        return
+        return dataset_path(store, key)
     tables = [_ShardTable(store, recipe, shard) for shard in shards]
     pieces = [table.piece for table in tables]
     starts = np.concatenate([[0], np.cumsum([len(piece.rows) for piece in pieces])])
@@ -67,7 +62,7 @@ def assemble(
         )
     readouts = [variable for variable in variables_of(recipe.measures) if variable.is_readout]
     with store.publish("assemble", key, dataset_inputs(recipe, facts, shards)) as draft:
-        writer = DatasetWriter(draft.folder, sizes)
+        writer = DatasetWriter(draft.folder / DATASET, sizes)
         gate = _worst_gate(store, shards)
         small = small_variables(recipe, lenses, sites, pieces, tokenizer.strings(facts.vocab_size), tracked)
         writer.create(small, readouts, attributes(recipe, facts, gate) | _provenance(shards, key))
@@ -84,6 +79,7 @@ def assemble(
             report(stop - start)
         writer.finish()
         draft.attributes.update(rows=sizes["token"], layers=sizes["layer"], documents=sizes["document"])
+    return dataset_path(store, key)
 
 
 class _ShardTable:

@@ -7,6 +7,7 @@ know them. This module computes names; the stages compute results.
 import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from lenspipe.grid import Site, parse_site
@@ -14,12 +15,14 @@ from lenspipe.keys import artifact_key, digest
 from lenspipe.lenses.files import lens_digest
 from lenspipe.models.facts import ModelFacts
 from lenspipe.recipe import Parts, Recipe, lens_name
+from lenspipe.storage.artifacts import ArtifactStore
 from lenspipe.variables import AGAINST_FINAL
 
 VERSION = {"encode": 1, "capture": 1, "read": 2, "assemble": 2}
 """The version of each stage's numbers: raise one, and its results and all that rest on them are redone."""
 
 DEFAULT_MAX_LENGTH = 1024
+DATASET = "dataset.zarr"
 
 Place = tuple[str, str]
 """Names of a lens and a site."""
@@ -178,12 +181,12 @@ def shard_work(
         return artifact_key("capture", VERSION["capture"], capture_inputs(recipe, facts, tokens, site))
 
     last = Site("resid_post", facts.n_blocks - 1)
-    final = capture_key(last) if recipe.measures & AGAINST_FINAL else None
+    captures = {site: capture_key(site) for site in {*sites, last}}
+    final = captures[last] if recipe.measures & AGAINST_FINAL else None
 
     def cell(site: Site, lens: str) -> Cell:
-        capture = capture_key(site)
-        inputs = read_inputs(recipe, capture, final, answers, lenses[lens])
-        return Cell(site.name, lens, capture, artifact_key("read", VERSION["read"], inputs))
+        inputs = read_inputs(recipe, captures[site], final, answers, lenses[lens])
+        return Cell(site.name, lens, captures[site], artifact_key("read", VERSION["read"], inputs))
 
     return ShardWork(
         *place,
@@ -218,3 +221,8 @@ def dataset_inputs(recipe: Recipe, facts: ModelFacts, shards: Iterable[ShardWork
 def dataset_key(recipe: Recipe, facts: ModelFacts, shards: Iterable[ShardWork]) -> str:
     """Name the dataset."""
     return artifact_key("assemble", VERSION["assemble"], dataset_inputs(recipe, facts, shards))
+
+
+def dataset_path(store: ArtifactStore, key: str) -> Path:
+    """Where a dataset is, or would be."""
+    return store.path("assemble", key) / DATASET

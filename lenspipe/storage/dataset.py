@@ -19,7 +19,6 @@ from zarr.codecs import BloscCodec, Crc32cCodec
 from lenspipe.errors import StoreError
 from lenspipe.variables import BY_NAME, Variable
 
-DATASET = "dataset.zarr"
 CHUNK_TOKENS = 65536
 _COMPRESSORS = (BloscCodec(cname="zstd", clevel=3, shuffle="shuffle"), Crc32cCodec())
 
@@ -29,18 +28,13 @@ class DatasetWriter:
     """Writes one dataset: small variables whole, readouts block by block.
 
     Attributes:
-        folder: the artifact's draft folder.
+        path: the Zarr group to be.
         sizes: length of every dimension.
     """
 
-    folder: Path
+    path: Path
     sizes: Mapping[str, int]
     _arrays: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def path(self) -> Path:
-        """The Zarr group."""
-        return self.folder / DATASET
 
     def token_blocks(self) -> Iterator[tuple[int, int]]:
         """Ranges of token that are whole chunks."""
