@@ -20,6 +20,5 @@ def corpus(recipe: str, settings: Sequence[str] = ()) -> str:
     Returns:
         The dataset's path.
     """
-    asked = load_recipe(recipe, settings)
-    plan = plan_recipe(asked, print)
-    return str(plan.dataset_path if plan.is_done else run_flow(asked))
+    plan = plan_recipe(load_recipe(recipe, settings), print)
+    return str(plan.dataset_path if plan.is_done else run_flow(plan))

@@ -138,6 +138,18 @@ class FileLocks:
         self.__init__(**state)  # type: ignore[misc]  # locks of another process start with nothing held
 
 
+class Handed:
+    """A plan handed to a flow in the same process: Prefect records nothing of it, and sends none of it to workers."""
+
+    __slots__ = ("plan",)
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+
+    def __reduce__(self) -> tuple[type[object], tuple[()]]:
+        return object, ()
+
+
 Futures = dict[int, PrefectFuture[str]]
 """Per shard index, the future of the task that does it."""
 
@@ -252,7 +264,19 @@ def task_runner(run: Run) -> TaskRunner[Any]:
 
 
 @contextmanager
-def no_heartbeat() -> Iterator[None]:
-    """Spare a flow run the second that its heartbeat thread takes to end."""
-    with temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}):
-        yield
+def one_flow_run() -> Iterator[None]:
+    """Spare a flow run the second that its heartbeat thread takes to end.
+
+    Raises:
+        LenspipeError: the Prefect server cannot be reached.
+    """
+    try:
+        with temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}):
+            yield
+    except RuntimeError as error:
+        if not str(error).startswith("Failed to reach API"):  # all by which Prefect tells it apart
+            raise
+        raise LenspipeError(
+            f"the Prefect server cannot be reached ({error}): start it, or leave out run.api and PREFECT_API_URL to "
+            "have a private one. Whatever was finished before is safe"
+        ) from error

@@ -16,13 +16,14 @@ from prefect.artifacts import create_table_artifact
 from lenspipe.models.facts import read_facts
 from lenspipe.models.shared import shared_model
 from lenspipe.models.tokenizer import load_tokenizer
-from lenspipe.orchestration import Sender, is_transient, no_heartbeat, task_runner, wait
-from lenspipe.plan import Todo, make_plan, publish_cut, require_room
+from lenspipe.orchestration import Handed, Sender, is_transient, one_flow_run, task_runner, wait
+from lenspipe.plan import Plan, Todo, publish_cut, require_room
 from lenspipe.recipe import Recipe, make_recipe
 from lenspipe.stages.assemble import assemble
 from lenspipe.stages.capture import capture
 from lenspipe.stages.encode import encode
 from lenspipe.stages.read import load_lenses, read
+from lenspipe.stages.work import sites_of
 from lenspipe.storage.artifacts import ArtifactStore
 
 listener: Callable[[str, int], None] | None = None
@@ -100,17 +101,17 @@ def read_task(title: str, work: str) -> str:
 def assemble_task(title: str, work: str) -> str:
     """Put all readouts into one dataset."""
     told = _Work.of(work)
-    plan = make_plan(told.recipe)
-    tokenizer = load_tokenizer(plan.facts.folder, told.recipe.model.trust_remote_code)
-    assemble(told.store, told.recipe, plan.facts, tokenizer, plan.sites, plan.shards, told.tracked, _report("assemble"))
+    facts, shards = read_facts(told.recipe), [item.shard for item in told.todo]
+    tokenizer = load_tokenizer(facts.folder, told.recipe.model.trust_remote_code)
+    sites = tuple(dict.fromkeys(sites_of(shards[0].cells, facts)))
+    assemble(told.store, told.recipe, facts, tokenizer, sites, shards, told.tracked, _report("assemble"))
     return title
 
 
 @flow(name="lenspipe", flow_run_name="{name}", validate_parameters=False, persist_result=False)
-def lens_flow(name: str, recipe: dict[str, Any], base: str) -> str:
-    """Do what a recipe asks for and is not there yet; returns the dataset's path."""
-    plan = make_plan(make_recipe(recipe, base))
-    require_room(plan)
+def lens_flow(name: str, recipe: dict[str, Any], base: str, handed: Handed) -> str:
+    """Do what a plan left to do; returns the dataset's path. Recipe and base are for the record."""
+    plan = handed.plan
     create_table_artifact(
         [{"stage": stage, "artifacts": n, "reused": n - todo, "to do": todo} for stage, n, todo in plan.counts()],
         key="lenspipe-plan",
@@ -118,6 +119,7 @@ def lens_flow(name: str, recipe: dict[str, Any], base: str) -> str:
     )
     if plan.is_done:
         return str(plan.dataset_path)
+    require_room(plan)
     tokenizer = load_tokenizer(plan.facts.folder, plan.recipe.model.trust_remote_code)
     tracked = [tokenizer.single(token, plan.facts.vocab_size) for token in plan.recipe.read.tracked]
     if plan.read:
@@ -128,13 +130,14 @@ def lens_flow(name: str, recipe: dict[str, Any], base: str) -> str:
     captured = send.batches(capture_task, plan.capture)
     wait(captured, send.batches(read_task, plan.read, after=captured))
     if plan.assemble:
-        wait({0: send.one(assemble_task, "dataset", (), [("assemble", plan.dataset)])})
+        wait({0: send.one(assemble_task, "dataset", list(map(Todo, plan.shards)), [("assemble", plan.dataset)])})
     return str(plan.dataset_path)
 
 
-def run_flow(recipe: Recipe) -> Path:
-    """Run the flow with the runner that the recipe names."""
+def run_flow(plan: Plan) -> Path:
+    """Carry a plan out with the runner that its recipe names; returns the dataset's path."""
+    recipe = plan.recipe
     name = f"{Path(recipe.model.source).name} on {Path((recipe.corpus.source or [str(recipe.corpus.hub)])[0]).name}"
     chosen = lens_flow.with_options(task_runner=task_runner(recipe.run))
-    with no_heartbeat():
-        return Path(chosen(name, recipe.as_dict(), recipe.base))
+    with one_flow_run():
+        return Path(chosen(name, recipe.as_dict(), recipe.base, Handed(plan)))

@@ -1,4 +1,7 @@
-"""Run: a recipe carried out: planned first, and handed to Prefect only if something is left to do."""
+"""Run: a recipe carried out: planned first, and handed to Prefect if something is left to do, or a server is named.
+
+Whoever names a Prefect server, in the recipe or in PREFECT_API_URL, finds every run recorded there, cached or not.
+"""
 
 import os
 import sys
@@ -59,15 +62,18 @@ def run(
         for name in plan.damaged:
             say(f"artifact {name} is damaged and will be redone")
         on_plan(plan)
-        if plan.is_done:
+        if not plan.is_done:
+            require_room(plan)
+        elif not _server(recipe):
             return plan.dataset_path
-        require_room(plan)
-        _private_prefect(recipe)
+        else:
+            say("recording a run with nothing to do on the Prefect server")
+        _set_up_prefect(recipe)
         from lenspipe import pipeline  # noqa: PLC0415 -- imports Prefect, whose settings are read then, and torch
 
         pipeline.listener = on_work
         try:
-            return pipeline.run_flow(recipe)
+            return pipeline.run_flow(plan)
         except DamagedArtifactError as error:
             if attempt + 1 == ATTEMPTS:
                 raise
@@ -77,13 +83,19 @@ def run(
     raise AssertionError("unreachable")
 
 
-def _private_prefect(recipe: Recipe) -> None:
-    """Keep the user's own Prefect out of it, unless a server is named in the recipe or in PREFECT_API_URL."""
-    if recipe.run.api:
-        os.environ["PREFECT_API_URL"] = recipe.run.api
-    elif "PREFECT_API_URL" not in os.environ and "prefect" not in sys.modules:
-        os.environ["PREFECT_HOME"] = str(recipe.store / "prefect")
-    if recipe.run.api and "prefect" in sys.modules:
+def _server(recipe: Recipe) -> str | None:
+    """Find the URL of the Prefect server that the recipe or the environment names."""
+    return recipe.run.api or os.environ.get("PREFECT_API_URL")
+
+
+def _set_up_prefect(recipe: Recipe) -> None:
+    """Lead Prefect to the server that is named, or else keep the user's own Prefect out of it."""
+    imported, named = "prefect" in sys.modules, os.environ.get("PREFECT_API_URL")
+    if imported and recipe.run.api not in (None, named):
         raise RequestError("run.api is read when Prefect is first imported: set PREFECT_API_URL before that instead")
+    if server := _server(recipe):
+        os.environ["PREFECT_API_URL"] = server
+    elif not imported:
+        os.environ["PREFECT_HOME"] = str(recipe.store / "prefect")
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)

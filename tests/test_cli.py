@@ -69,7 +69,8 @@ def test_a_second_run_says_that_all_is_cached_and_loads_nothing(dataset: str, st
         "import sys; from lenspipe.cli import main\n"
         "try: main()\n"
         "except SystemExit as end:\n"
-        "    print(end.code, *[m for m in ('torch', 'transformers', 'prefect') if m in sys.modules])"
+        "    heavy = ('torch', 'transformers', 'prefect', 'zarr', 'xarray', 'pandas')\n"
+        "    print(end.code, *[m for m in heavy if m in sys.modules])"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, "run", TINY, "--set", f"run.store={store}"],
@@ -79,6 +80,13 @@ def test_a_second_run_says_that_all_is_cached_and_loads_nothing(dataset: str, st
     )
     assert "everything is cached" in done.stderr
     assert done.stdout.splitlines()[-2:] == [dataset, "0"]
+
+
+def test_a_server_that_is_named_and_silent_gets_one_clear_error(dataset: str, store: str) -> None:
+    done = lenspipe("run", TINY, "--set", f"run.store={store}", "--set", "run.api=http://127.0.0.1:9/api")
+    assert done.returncode == 1
+    assert "error: the Prefect server cannot be reached" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("words", [("plan", TINY), ("--help",), ("show", "{dataset}")])

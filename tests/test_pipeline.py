@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import pickle
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
@@ -14,6 +15,7 @@ import transformers
 import xarray as xr
 
 import lenspipe
+from lenspipe.corpora.documents import read_documents
 from lenspipe.errors import DamagedArtifactError, ModelError, NonFiniteError, RequestError
 from lenspipe.keys import artifact_key
 from lenspipe.models.structure import probe_ids
@@ -105,6 +107,44 @@ def test_a_second_run_has_nothing_to_do_and_gives_the_same_path(values: Values) 
     assert before == {
         path: path.stat().st_mtime_ns for path in Path(values["run"]["store"]).rglob("*") if path.is_file()
     }
+
+
+def test_a_run_reads_the_corpus_once_to_plan_it(values: Values, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    monkeypatch.setattr("lenspipe.plan.read_documents", lambda recipe: read.append("once") or read_documents(recipe))
+    lenspipe.run(make_recipe(values))
+    assert read == ["once"]
+    lenspipe.run(make_recipe(values))
+    assert read == ["once", "once"]
+
+
+def test_a_cached_run_is_recorded_on_a_named_server_and_submits_no_task(
+    values: Values, write_corpus: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from prefect.client.orchestration import get_client  # noqa: PLC0415 -- after the server's settings
+    from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName  # noqa: PLC0415
+    from prefect.settings import PREFECT_API_URL  # noqa: PLC0415
+
+    asked = {**values, "corpus": {"source": write_corpus(["One text."], "recorded.jsonl")}, "read": {}}
+    named = FlowRunFilter(name=FlowRunFilterName(any_=["tiny-model on recorded.jsonl"]))
+
+    def recorded() -> list[str]:
+        with get_client(sync_client=True) as client:
+            return [run.state_name for run in client.read_flow_runs(flow_run_filter=named)]
+
+    first = lenspipe.run(make_recipe(asked))
+    monkeypatch.setattr("lenspipe.pipeline.Sender", None)
+    assert lenspipe.run(make_recipe(asked)) == first
+    assert recorded() == ["Completed"]
+    monkeypatch.setenv("PREFECT_API_URL", PREFECT_API_URL.value())
+    assert lenspipe.run(make_recipe(asked)) == first
+    assert recorded() == ["Completed", "Completed"]
+
+
+def test_a_plan_handed_to_the_flow_is_not_sent_to_workers(values: Values) -> None:
+    from lenspipe.orchestration import Handed  # noqa: PLC0415 -- after the server's settings
+
+    assert len(pickle.dumps(Handed(make_plan(make_recipe(values))))) < 100
 
 
 def test_streaming_and_keeping_residuals_give_equal_numbers(values: Values, tmp_path: Path) -> None:

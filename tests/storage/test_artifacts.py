@@ -85,6 +85,15 @@ def test_the_manifest_accounts_for_everything(published):
     assert abs(age.total_seconds()) < 3600
 
 
+def test_a_manifest_gives_the_checksum_of_its_other_lines(store):
+    publish(store, crc32c="00000000")
+    text = (store.path("encode", KEY) / MANIFEST).read_text()
+    (line,) = [line for line in text.splitlines() if line.startswith(' "crc32c"')]
+    rest = "\n".join(other for other in text.splitlines() if other != line)
+    assert line == f' "crc32c": "{google_crc32c.value(rest.encode()):08x}",'
+    assert store.is_whole("encode", KEY)
+
+
 def test_checksums_are_crc32c():
     # RFC 3720, B.4: the checksums of 32 zeros and of 32 bytes counting up.
     assert google_crc32c.value(bytes(32)) == 0x8A9136AA
