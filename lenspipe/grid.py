@@ -56,6 +56,15 @@ class Site:
         return self.name
 
 
+def previous_site(site: Site) -> Site | None:
+    """Find the state one block before a state; None before the first, and for what a branch adds."""
+    if not site.is_state or site.layer < 1:
+        return None
+    if site.kind == "resid_post" and site.block == 0:
+        return Site("resid_pre", 0)
+    return Site(site.kind, site.block - 1)
+
+
 def parse_site(name: str, n_blocks: int) -> Site:
     """Read a site's name and hold it against the model's depth.
 

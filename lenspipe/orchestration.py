@@ -28,6 +28,7 @@ from prefect.tasks import Task
 from lenspipe.errors import LenspipeError, RequestError
 from lenspipe.plan import Plan, Todo
 from lenspipe.recipe import Run
+from lenspipe.stages.work import NamedTokens
 from lenspipe.storage.artifacts import RECORD, ArtifactStore
 
 MOST_TASKS = 300
@@ -160,11 +161,11 @@ class Sender:
 
     Attributes:
         plan: what to do.
-        tracked: ids of the tracked tokens.
+        named: tokens that the recipe names.
     """
 
     plan: Plan
-    tracked: list[int]
+    named: NamedTokens
 
     def batches(
         self, stage: Task[..., str], todo: Sequence[Todo], most: int = MOST_TASKS, after: Futures | None = None
@@ -206,7 +207,7 @@ class Sender:
             "artifacts": artifacts,
             "tasks": [t.as_dict() for t in batch],
             "stream": sorted(self.plan.stream),
-            "tracked": self.tracked,
+            "named": self.named.as_dict(),
         }
         policy = ContentKey().configure(isolation_level="SERIALIZABLE", lock_manager=FileLocks(recipe.store / "locks"))
         configured = stage.with_options(cache_policy=policy, result_storage=recipe.store)

@@ -23,7 +23,7 @@ from lenspipe.stages.assemble import assemble
 from lenspipe.stages.capture import capture
 from lenspipe.stages.encode import encode
 from lenspipe.stages.read import load_lenses, read
-from lenspipe.stages.work import sites_of
+from lenspipe.stages.work import NamedTokens, sites_of
 from lenspipe.storage.artifacts import ArtifactStore
 
 listener: Callable[[str, int], None] | None = None
@@ -42,7 +42,7 @@ class _Work:
     recipe: Recipe
     todo: list[Todo]
     stream: frozenset[int]
-    tracked: tuple[int, ...]
+    named: NamedTokens
 
     @classmethod
     def of(cls, text: str) -> "_Work":
@@ -52,7 +52,7 @@ class _Work:
             make_recipe(values["recipe"], values["base"]),
             [Todo.from_dict(item) for item in values["tasks"]],
             frozenset(values["stream"]),
-            tuple(values["tracked"]),
+            NamedTokens.from_dict(values["named"]),
         )
 
 
@@ -93,7 +93,7 @@ def read_task(title: str, work: str) -> str:
     model = shared_model(told.recipe, read_facts(told.recipe))
     for item in told.todo:
         stream = item.shard.index in told.stream
-        read(told.store, told.recipe, model, item.shard, item.cells, told.tracked, stream, _report("read"))
+        read(told.store, told.recipe, model, item.shard, item.cells, told.named, stream, _report("read"))
     return title
 
 
@@ -104,7 +104,7 @@ def assemble_task(title: str, work: str) -> str:
     facts, shards = read_facts(told.recipe), [item.shard for item in told.todo]
     tokenizer = load_tokenizer(facts.folder, told.recipe.model.trust_remote_code)
     sites = tuple(dict.fromkeys(sites_of(shards[0].cells, facts)))
-    assemble(told.store, told.recipe, facts, tokenizer, sites, shards, told.tracked, _report("assemble"))
+    assemble(told.store, told.recipe, facts, tokenizer, sites, shards, told.named, _report("assemble"))
     return title
 
 
@@ -121,11 +121,11 @@ def lens_flow(name: str, recipe: dict[str, Any], base: str, handed: Handed) -> s
         return str(plan.dataset_path)
     require_room(plan)
     tokenizer = load_tokenizer(plan.facts.folder, plan.recipe.model.trust_remote_code)
-    tracked = [tokenizer.single(token, plan.facts.vocab_size) for token in plan.recipe.read.tracked]
+    named = NamedTokens.find(plan.recipe, lambda token: tokenizer.single(token, plan.facts.vocab_size))
     if plan.read:
         load_lenses(plan.recipe, plan.facts, plan.sites)
     publish_cut(plan)
-    send = Sender(plan, tracked)
+    send = Sender(plan, named)
     wait(send.batches(encode_task, plan.encode, most=4 * plan.recipe.run.workers))
     captured = send.batches(capture_task, plan.capture)
     wait(captured, send.batches(read_task, plan.read, after=captured))

@@ -25,6 +25,7 @@ from lenspipe.stages.work import (
     lens_digests,
     resolved_max_length,
     shard_work,
+    token_sets,
 )
 from lenspipe.storage.artifacts import ArtifactStore
 from lenspipe.variables import BY_NAME, variables_of
@@ -135,6 +136,7 @@ class Plan:
     def bytes_per_row(self) -> int:
         """Uncompressed size of one (layer, row)'s readouts."""
         sizes = {"k": self.recipe.read.top_k, "tracked": len(self.recipe.read.tracked)}
+        sizes["set"] = len(token_sets(self.recipe))
         total = 0
         for variable in variables_of(self.recipe.measures):
             if variable.is_readout:
@@ -195,8 +197,8 @@ def make_plan(recipe: Recipe) -> Plan:
     stream = set()
     for shard in shards:
         unread = tuple(cell for cell in shard.cells if assemble and lacks("read", cell.read))
-        final = (shard.final,) if shard.final and (keep or unread) else ()
-        sources = {cell.capture: cell for cell in (*(shard.cells if keep else unread), *final)}
+        beside = shard.beside if keep or unread else ()
+        sources = {cell.capture: cell for cell in (*(shard.cells if keep else unread), *beside)}
         uncaptured = tuple(cell for key, cell in sources.items() if lacks("capture", key))
         if unread:
             tasks["read"].append(Todo(shard, unread))
@@ -206,7 +208,7 @@ def make_plan(recipe: Recipe) -> Plan:
             stream.add(shard.index)
         if (assemble or uncaptured) and lacks("encode", shard.encode):
             tasks["encode"].append(Todo(shard))
-    captures = {cell.capture for shard in shards for cell in (*shard.cells, *([shard.final] if shard.final else []))}
+    captures = {cell.capture for shard in shards for cell in (*shard.cells, *shard.beside)}
     n_cells = len(sites) * len(shards) * len(lenses)
     return Plan(
         recipe=recipe,

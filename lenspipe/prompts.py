@@ -14,7 +14,6 @@ from lenspipe.corpora.documents import Document
 from lenspipe.errors import RequestError
 from lenspipe.grid import Site, select_sites
 from lenspipe.kernels import readout as kernel
-from lenspipe.kernels.head import Request
 from lenspipe.kernels.windows import TokenShard, Window, select_rows
 from lenspipe.lenses.lens import Lens
 from lenspipe.models.lens_model import LensModel
@@ -22,11 +21,11 @@ from lenspipe.recipe import Recipe, make_recipe
 from lenspipe.stages.capture import captured_batches
 from lenspipe.stages.encode import encode_documents, token_shard
 from lenspipe.stages.labels import Piece, attributes, dimensions, in_document_order, small_variables
-from lenspipe.stages.read import load_lenses, read_blocks, regroup
-from lenspipe.stages.work import Place
+from lenspipe.stages.read import load_lenses, read_blocks, regroup, request_of
+from lenspipe.stages.work import NamedTokens, Place, sites_beside
 from lenspipe.storage.arrays import Array
 from lenspipe.storage.dataset import in_memory, readout_dims
-from lenspipe.variables import AGAINST_FINAL, DEFAULT_MEASURES, variables_of
+from lenspipe.variables import DEFAULT_MEASURES, variables_of
 
 Texts = str | Tensor | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]
 LensSource = str | Path | Lens
@@ -44,6 +43,7 @@ def logit_lens(
     measures: Sequence[str] = DEFAULT_MEASURES,
     top_k: int = 10,
     targets: Sequence[str | int] = (),
+    token_sets: str | Path | None = None,
     precision: str = "model",
     bos: str = "auto",
     tokenizer: Any = None,
@@ -64,6 +64,7 @@ def logit_lens(
         measures: as in a recipe.
         top_k: how many of the largest logits to keep.
         targets: tokens, by string or id, whose logit and rank are kept at every position (dimension `tracked`).
+        token_sets: a TOML or JSON file, name -> tokens, whose probabilities are kept (dimension `set`).
         precision: "model" or "float32".
         bos: begin texts with BOS: "auto" (as the tokenizer does), "always" or "never".
         tokenizer: of a live model, the transformers tokenizer; needed for texts and for strings in the dataset.
@@ -82,6 +83,7 @@ def logit_lens(
     given = {item.name: item for item in lenses if isinstance(item, Lens)}
     names = [item.name if isinstance(item, Lens) else str(item) for item in lenses]
     read = {"lens": names, "uncovered": uncovered, "measures": list(measures), "tracked": list(targets)}
+    read |= {} if token_sets is None else {"token_sets": str(token_sets)}
     recipe = make_recipe(
         {
             "model": {"source": opened.facts.name},
@@ -140,7 +142,7 @@ def _read(
     model: LensModel, recipe: Recipe, sites: Sequence[Site], shard: TokenShard, given: Mapping[str, Lens]
 ) -> xr.Dataset:
     facts = model.facts
-    tracked = _tracked(model, recipe)
+    named = NamedTokens.find(recipe, lambda token: _single(model, token))
     if recipe.read.top_k > facts.vocab_size:
         raise RequestError(
             f"top_k is {recipe.read.top_k}, and {facts.name} has {facts.vocab_size} tokens: ask for fewer"
@@ -152,33 +154,32 @@ def _read(
             f"no text has a token at positions {recipe.capture.positions}: the longest has "
             f"{int(shard.length.max())} tokens"
         )
-    last = Site("resid_post", facts.n_blocks - 1)
-    needed = tuple(dict.fromkeys([*sites, *([last] if recipe.measures & AGAINST_FINAL else [])]))
+    needed = tuple(dict.fromkeys([*sites, *sites_beside(recipe.measures, sites, facts)]))
     model.require(needed)
     unembed = model.unembed.at(recipe.read.precision)
     batches = captured_batches(model, shard, rows, needed, recipe.run.batch_tokens, lambda _: None)
     n_states = len(needed) + len(lenses) * len(sites)
     blocks = regroup(batches, kernel.rows_per_block(recipe.run.memory, unembed.head, n_states, "memory"))
-    request = Request(recipe.measures, recipe.read.top_k, tracked)
+    request = request_of(recipe, named)
     places = [(name, site) for name in lenses for site in sites]
     readouts = read_blocks(unembed, facts, shard, rows, request, lenses, places, blocks)
     piece = Piece(0, shard.n_documents, shard, rows, {})
-    sizes = dimensions(recipe, list(lenses), sites, [piece], facts.vocab_size)
+    sizes = dimensions(recipe, list(lenses), sites, [piece], facts.vocab_size, named)
     vocabulary = (
         model.tokenizer.strings(facts.vocab_size) if model.tokenizer else [f"<{i}>" for i in range(facts.vocab_size)]
     )
-    small = small_variables(recipe, list(lenses), sites, [piece], vocabulary, tracked)
+    small = small_variables(recipe, list(lenses), sites, [piece], vocabulary, named)
     ds = in_memory(small, attributes(recipe, facts, model.gate.as_dict()))
     return indexed(ds.assign(_stacked(recipe, readouts, piece, sizes)))
 
 
-def _tracked(model: LensModel, recipe: Recipe) -> tuple[int, ...]:
-    asked = recipe.read.tracked
+def _single(model: LensModel, token: str | int) -> int:
     n_ids = model.facts.vocab_size
-    for token in asked:
-        if isinstance(token, int) and not 0 <= token < n_ids:
-            raise RequestError(f"target id {token}: {model.facts.name} has ids 0 to {n_ids - 1}")
-    return tuple(t if isinstance(t, int) else model.require_tokenizer().single(t, n_ids) for t in asked)
+    if isinstance(token, str):
+        return model.require_tokenizer().single(token, n_ids)
+    if not 0 <= token < n_ids:
+        raise RequestError(f"target id {token}: {model.facts.name} has ids 0 to {n_ids - 1}")
+    return token
 
 
 def _stacked(

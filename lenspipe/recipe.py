@@ -168,6 +168,9 @@ class Read(_Group):
     tracked: list[str | int] = Field(
         default=[], description="tokens, by string or id, whose logit and rank are kept at every position"
     )
+    token_sets: str | None = Field(
+        None, description="a TOML or JSON file, name -> tokens, by string or id; the probability of each set is kept"
+    )
     answer: str | None = Field(
         None, min_length=1, description="a column with each document's answer, tracked in that document"
     )
@@ -214,8 +217,9 @@ class Recipe(_Group):
 
     @property
     def measures(self) -> frozenset[str]:
-        """All measures asked for, `tracked` and `answer` included."""
+        """All measures asked for, `tracked`, `token_sets` and `answer` included."""
         extra = {"tracked"} if self.read.tracked else set()
+        extra |= {"token_sets"} if self.read.token_sets else set()
         return frozenset(self.read.measures) | extra | ({"answer"} if self.read.answer else set())
 
     @property

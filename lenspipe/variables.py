@@ -8,7 +8,7 @@ Units: nats for information and for logits (whose differences are nats), "1" for
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-Dim = Literal["lens", "layer", "token", "k", "document", "tracked", "vocab"]
+Dim = Literal["lens", "layer", "token", "k", "document", "tracked", "set", "vocab"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +39,9 @@ class Variable:
 Measure = Literal[
     "topk", "logsumexp", "entropy", "target", "kl_final",
     "varentropy", "renyi2", "margin", "kl_reverse", "js_final", "final_top1", "target_0", "target_2", "target_3",
-    "residual_norm", "cosine_final",
+    "residual_norm", "cosine_final", "cosine_previous",
 ]  # fmt: skip
-"""What [read] measures may ask for; `tracked` and `answer` come with settings of their own."""
+"""What [read] measures may ask for; `tracked`, `token_sets` and `answer` come with settings of their own."""
 
 MEASURES: tuple[Measure, ...] = get_args(Measure)
 DEFAULT_MEASURES: tuple[Measure, ...] = ("topk", "logsumexp", "entropy", "target", "kl_final")
@@ -100,10 +100,15 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("cosine_final", ("layer", "token"), "float32", "1", "cosine between the state and the last layer's",
              "h . h_final / (|h| |h_final|) of the residuals as captured; NaN where one has no length", "cosine_final",
              float("nan")),
+    Variable("cosine_previous", ("layer", "token"), "float32", "1", "cosine between the state and that a block before",
+             "h . h_previous / (|h| |h_previous|) of the residuals as captured, h_previous at layer - 1; NaN before "
+             "layer 1 and for what a branch adds", "cosine_previous", float("nan")),
     Variable("tracked_logit", ("layer", "token", "tracked"), "float32", _NATS, "logits of the tracked tokens",
              "z at tracked_id", "tracked"),
     Variable("tracked_rank", ("layer", "token", "tracked"), "int32", "1", "ranks of the tracked tokens",
              "number of v with z_v > z at tracked_id; 0 is the argmax", "tracked"),
+    Variable("set_mass", ("layer", "token", "set"), "float32", "1", "probability of the token sets",
+             "sum of softmax(z) over the tokens of the set", "token_sets"),
     Variable("answer_logit", ("layer", "token"), "float32", _NATS, "logit of the document's answer",
              "z at answer_id of the token's document", "answer", float("nan")),
     Variable("answer_rank", ("layer", "token"), "int32", "1", "rank of the document's answer",
@@ -136,6 +141,7 @@ COORDINATES: tuple[Variable, ...] = (
              "CF contiguous ragged array: the rows of document j follow those of document j - 1"),
     Variable("tracked", ("tracked",), "str", "1", "tracked token", "its string in the vocabulary"),
     Variable("tracked_id", ("tracked",), "int32", "1", "id of the tracked token", "as the tokenizer numbers it"),
+    Variable("set", ("set",), "str", "1", "token set", "its name in the file of read.token_sets"),
     Variable("vocab_token", ("vocab",), "str", "1", "vocabulary table: the string of each token id",
              "the id decoded alone; ids beyond the tokenizer, which the model's unembedding still has, are empty"),
 )  # fmt: skip

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lenspipe.errors import RequestError
-from lenspipe.grid import Site, cut_shards, parse_site, select_sites
+from lenspipe.grid import Site, cut_shards, parse_site, previous_site, select_sites
 
 settings.register_profile("untimed", settings.default, deadline=None)
 settings.load_profile("untimed")
@@ -197,3 +197,17 @@ def test_documents_of_twice_the_size_stand_alone(digests):
 @settings(max_examples=30)
 def test_empty_documents_never_end_a_shard(digests, size):
     assert cut_shards([(0, digest) for digest in digests], size) == ([len(digests)] if digests else [])
+
+
+@pytest.mark.parametrize(
+    "name, before",
+    [
+        ("resid_pre.0", None), ("resid_post.0", "resid_pre.0"), ("resid_post.2", "resid_post.1"),
+        ("resid_pre.2", "resid_pre.1"), ("resid_mid.0", None), ("resid_mid.3", "resid_mid.2"), ("attn_out.2", None),
+    ],
+)  # fmt: skip
+def test_the_state_a_block_before(name, before):
+    site = parse_site(name, 4)
+    found = previous_site(site)
+    assert (found and found.name) == before
+    assert found is None or found.layer == site.layer - 1

@@ -67,6 +67,7 @@ def test_defaults_are_pinned(file):
             "measures": ["topk", "logsumexp", "entropy", "target", "kl_final"],
             "top_k": 10,
             "tracked": [],
+            "token_sets": None,
             "answer": None,
             "answer_prefix": " ",
         },

@@ -36,6 +36,7 @@ _SUMS = {
     "logsumexp": tile.SUMS,
     "entropy": tile.SUMS,
     "logprob": tile.SUMS,
+    "token_sets": tile.SUMS,
     "varentropy": tile.SUMS | tile.MOMENTS,
     "renyi2": tile.SUMS | tile.MOMENTS,
     "kl_final": tile.SUMS | tile.DIVERGENCE,
@@ -66,8 +67,9 @@ def read_rows(
     for name in request.measures:
         wanted |= _SUMS.get(name, 0)
     product = choose_product(head.weight_VD.dtype, normed_PRD.dtype, width)
+    sets = request.sets if "token_sets" in request.measures else ()
     best = [request.top_k] * ("topk" in request.measures) + [2] * ("margin" in request.measures)
-    walk = Walk(head, product, min(max(best, default=0), head.vocab_size), wanted)
+    walk = Walk(head, product, min(max(best, default=0), head.vocab_size), wanted, sets)
     block = _Block(walk, normed_PRD, request, asked, final)
     panels, n_threads = _cut(n_places, n_rows, torch.get_num_threads()), torch.get_num_threads()
     if len(panels) == 1 or n_threads == 1:
@@ -193,6 +195,8 @@ class _Block:
             found["tracked_logit"], found["tracked_rank"] = logit_LQ[:, at], rank_LQ[:, at]
         if "final_top1" in measures:
             found["final_top1_logit"], found["final_top1_rank"] = logit_LQ[:, -1], rank_LQ[:, -1]
+        if "token_sets" in measures:
+            found["set_mass"] = state.mass_GML[g].T
         with np.errstate(all="ignore"):  # broken rows, which are marked below
             if "margin" in measures:
                 best_LK = state.best(g)[0]

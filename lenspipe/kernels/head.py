@@ -70,14 +70,16 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Which measures to compute: names as in variables.MEASURES, and `tracked`, `answer` and `logprob`.
+    """Which measures to compute: names as in variables.MEASURES, and `tracked`, `token_sets`, `answer` and `logprob`.
 
-    `logprob` brings, beside every logit, its log-probability, which keeps digits that logit - logsumexp loses.
+    The ids of `tracked` and `token_sets` are given here, those of `answer` row by row. `logprob` brings, beside every
+    logit, its log-probability, which keeps digits that logit - logsumexp loses.
     """
 
     measures: frozenset[str]
     top_k: int
     tracked: tuple[int, ...] = ()
+    sets: tuple[tuple[int, ...], ...] = ()
 
 
 def logits(head: Head, normed_RD: Tensor) -> Tensor:

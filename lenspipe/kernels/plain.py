@@ -80,6 +80,9 @@ def _read_place(
         for name, id_RK in ids.items():
             picked = logprob_RV.gather(1, id_RK.clamp(min=0).reshape(len(lse_R), -1)).reshape(id_RK.shape)
             found[f"{name}_logprob"] = picked.masked_fill(id_RK < 0, math.nan)
+    if "token_sets" in request.measures:
+        masses = [logprob_RV[:, list(tokens)].exp().sum(dim=1) for tokens in request.sets]
+        found["set_mass"] = torch.stack(masses, dim=1)
     if "varentropy" in request.measures:
         entropy_R = -expectation(logprob_RV.exp(), logprob_RV)
         found["varentropy"] = expectation(logprob_RV.exp(), (logprob_RV + entropy_R[:, None]).square())

@@ -46,9 +46,10 @@ class State:
     count_GQL: Array
     sum_GSL: Array
     norm_G2L: Array
+    mass_GML: Array
 
     @classmethod
-    def empty(cls, asked_GQL: Array, k: int) -> "State":
+    def empty(cls, asked_GQL: Array, k: int, n_sets: int = 0) -> "State":
         """Begin, with the logits asked for as they are known so far."""
         n, n_asked, lanes = asked_GQL.shape
         return cls(
@@ -61,12 +62,13 @@ class State:
             count_GQL=np.zeros((n, n_asked, lanes), np.int32),
             sum_GSL=np.zeros((n, tile.N_SUMS, lanes)),
             norm_G2L=np.zeros((n, 2, lanes), np.float32),
+            mass_GML=np.zeros((n, n_sets, lanes)),
         )
 
     @property
     def arrays(self) -> tuple[Array, ...]:
-        """All, in order."""
-        return tuple(getattr(self, name) for name in self.__slots__)
+        """Those of `tile.absorb`, in order."""
+        return tuple(getattr(self, name) for name in self.__slots__ if name != "mass_GML")
 
     @property
     def norms(self) -> Array:
@@ -99,10 +101,11 @@ class Walk:
     product: Product
     k: int
     wanted: int
+    sets: tuple[tuple[int, ...], ...]
 
     def read(self, operands: list[Tensor], id_QL: Array, reference: Reference | None) -> State:
         """Read operands of L lanes each, all asked for the same tokens."""
-        state = State.empty(np.stack([self._asked(operand, id_QL) for operand in operands]), self.k)
+        state = State.empty(np.stack([self._asked(operand, id_QL) for operand in operands]), self.k, len(self.sets))
         wanted = self.wanted if reference else self.wanted & ~FINAL_SUMS
         self._over(operands, id_QL, reference, state, wanted & ~tile.SHANNON)
         if wanted & tile.SHANNON:
@@ -112,7 +115,21 @@ class Walk:
             again = State.empty(state.seen_GQL, 0)
             self._over(operands, id_QL, None, again, 0)
             state = replace(state, asked_GQL=again.asked_GQL, count_GQL=again.count_GQL)
+        for m, tokens in enumerate(self.sets):
+            self._add_mass(operands, torch.tensor(tokens), state, m)
         return state
+
+    def _add_mass(self, operands: list[Tensor], tokens: Tensor, state: State, m: int) -> None:
+        """Add up the probabilities of a set of tokens."""
+        norm_G2L = state.norms.astype(np.float32)
+        for start in range(0, len(tokens), TILE):
+            chosen = tokens[start : start + TILE]
+            weight_ND, bias_N = self.product.weights(self.head.weight_VD[chosen]), self._bias(chosen)
+            z_NL = np.empty((len(chosen), norm_G2L.shape[2]), np.float32)
+            for g, operand in enumerate(operands):
+                self._logits(z_NL, weight_ND, bias_N, operand)
+                tile.probabilities(z_NL, norm_G2L[g], z_NL)
+                state.mass_GML[g, m] += z_NL.sum(axis=0, dtype=np.float64)
 
     def _over(
         self, operands: list[Tensor], id_QL: Array, reference: Reference | None, state: State, wanted: int

@@ -19,7 +19,16 @@ from lenspipe.models.tokenizer import Tokenizer
 from lenspipe.recipe import Recipe, lens_name
 from lenspipe.stages.encode import load_columns, load_tokens
 from lenspipe.stages.labels import Piece, attributes, dimensions, in_document_order, small_variables
-from lenspipe.stages.work import DATASET, VERSION, Place, ShardWork, dataset_inputs, dataset_key, dataset_path
+from lenspipe.stages.work import (
+    DATASET,
+    VERSION,
+    NamedTokens,
+    Place,
+    ShardWork,
+    dataset_inputs,
+    dataset_key,
+    dataset_path,
+)
 from lenspipe.storage.arrays import Array, read_table
 from lenspipe.storage.artifacts import ArtifactStore
 from lenspipe.storage.dataset import DatasetWriter
@@ -33,7 +42,7 @@ def assemble(
     tokenizer: Tokenizer,
     sites: Sequence[Site],
     shards: Sequence[ShardWork],
-    tracked: tuple[int, ...],
+    named: NamedTokens,
     report: Callable[[int], None],
 ) -> Path:
     """Write and publish the dataset; returns its path.
@@ -42,7 +51,7 @@ def assemble(
         store, recipe, facts, tokenizer: of the run.
         sites: in order of depth.
         shards: all, in order.
-        tracked: ids of the tracked tokens.
+        named: tokens that the recipe names.
         report: told the rows of each (layer, block) as it is written.
 
     Raises:
@@ -55,7 +64,7 @@ def assemble(
     pieces = [table.piece for table in tables]
     starts = np.concatenate([[0], np.cumsum([len(piece.rows) for piece in pieces])])
     lenses = [lens_name(source) for source in recipe.read.lens]
-    sizes = dimensions(recipe, lenses, sites, pieces, facts.vocab_size)
+    sizes = dimensions(recipe, lenses, sites, pieces, facts.vocab_size, named)
     if not sizes["token"]:
         raise RequestError(
             f"no document has a token at the positions {recipe.capture.positions}: widen capture.positions"
@@ -64,7 +73,7 @@ def assemble(
     with store.publish("assemble", key, dataset_inputs(recipe, facts, shards)) as draft:
         writer = DatasetWriter(draft.folder / DATASET, sizes)
         gate = _worst_gate(store, shards)
-        small = small_variables(recipe, lenses, sites, pieces, tokenizer.strings(facts.vocab_size), tracked)
+        small = small_variables(recipe, lenses, sites, pieces, tokenizer.strings(facts.vocab_size), named)
         writer.create(small, readouts, attributes(recipe, facts, gate) | _provenance(shards, key))
         for (i, lens), (j, site), (start, stop) in product(enumerate(lenses), enumerate(sites), writer.token_blocks()):
             parts: list[Mapping[str, Array]] = []

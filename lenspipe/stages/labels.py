@@ -16,6 +16,7 @@ from lenspipe.grid import Site
 from lenspipe.kernels.windows import Rows, TokenShard
 from lenspipe.models.facts import ModelFacts
 from lenspipe.recipe import Recipe
+from lenspipe.stages.work import NamedTokens
 from lenspipe.storage.arrays import Array
 from lenspipe.storage.dataset import object_array
 from lenspipe.variables import BY_NAME, OFFSETS
@@ -44,7 +45,12 @@ class Piece:
 
 
 def dimensions(
-    recipe: Recipe, lenses: Sequence[str], sites: Sequence[Site], pieces: Sequence[Piece], vocab_size: int
+    recipe: Recipe,
+    lenses: Sequence[str],
+    sites: Sequence[Site],
+    pieces: Sequence[Piece],
+    vocab_size: int,
+    named: NamedTokens,
 ) -> dict[str, int]:
     """Length of every dimension; `lens` is one only where there are several."""
     return {
@@ -52,7 +58,8 @@ def dimensions(
         "layer": len(sites),
         "token": sum(len(piece.rows) for piece in pieces),
         "k": recipe.read.top_k,
-        "tracked": len(recipe.read.tracked),
+        "tracked": len(named.tracked),
+        "set": len(named.sets),
         "document": pieces[-1].stop,
         "vocab": vocab_size,
     }
@@ -72,7 +79,7 @@ def small_variables(
     sites: Sequence[Site],
     pieces: Sequence[Piece],
     vocabulary: list[str],
-    tracked: Sequence[int],
+    named: NamedTokens,
 ) -> Placed:
     """Lay out coordinates and small variables.
 
@@ -82,7 +89,7 @@ def small_variables(
         sites: in order of depth.
         pieces: in order.
         vocabulary: the string of every id.
-        tracked: ids.
+        named: tokens that the recipe names.
     """
 
     def rows(name: str) -> Any:
@@ -104,9 +111,11 @@ def small_variables(
         small["k"] = np.arange(recipe.read.top_k, dtype=np.int32)
     for measure in recipe.measures & OFFSETS.keys():
         small[f"{measure}_id"] = rows(f"{measure}_id")
-    if tracked:
-        small["tracked"] = np.array([vocabulary[i] for i in tracked], dtype=object)
-        small["tracked_id"] = np.array(tracked, dtype=np.int32)
+    if named.tracked:
+        small["tracked"] = np.array([vocabulary[i] for i in named.tracked], dtype=object)
+        small["tracked_id"] = np.array(named.tracked, dtype=np.int32)
+    if named.sets:
+        small["set"] = np.array(list(named.sets), dtype=object)
     if recipe.read.answer:
         for name in ("answer_id", "answer_length"):
             small[name] = np.concatenate([getattr(piece.tokens, name) for piece in pieces])

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lenspipe.errors import RequestError
-from lenspipe.grid import Site
+from lenspipe.grid import Site, previous_site
 from lenspipe.kernels import readout as kernel
 from lenspipe.kernels.head import Request
 from lenspipe.kernels.windows import Rows, TokenShard, select_rows
@@ -26,7 +26,7 @@ from lenspipe.models.unembed import Unembed
 from lenspipe.recipe import Recipe, lens_name
 from lenspipe.stages.capture import captured_batches
 from lenspipe.stages.encode import load_tokens
-from lenspipe.stages.work import Cell, Place, ShardWork, lens_digests, read_inputs, sites_of
+from lenspipe.stages.work import Cell, NamedTokens, Place, ShardWork, last_site, lens_digests, read_inputs, sites_of
 from lenspipe.storage.arrays import Array, open_residual, write_table
 from lenspipe.storage.artifacts import ArtifactStore
 from lenspipe.variables import AGAINST_FINAL, OFFSETS, variables_of
@@ -85,7 +85,7 @@ def read(
     model: LensModel,
     shard: ShardWork,
     cells: Sequence[Cell],
-    tracked: tuple[int, ...],
+    named: NamedTokens,
     stream: bool,
     report: Callable[[int], None],
 ) -> None:
@@ -95,7 +95,7 @@ def read(
         store, recipe, model: of the run.
         shard: which documents.
         cells: which of its cells; those already done are passed over.
-        tracked: ids of the tracked tokens.
+        named: tokens that the recipe names.
         stream: capture now and store no residuals, instead of reading stored ones.
         report: told the tokens (streaming) or rows (stored) of each block.
 
@@ -107,8 +107,8 @@ def read(
         return
     tokens = load_tokens(store, shard.encode)
     rows = select_rows(tokens, recipe.capture.positions)
-    request = Request(recipe.measures, recipe.read.top_k, tracked)
-    needed = {cell.site: cell for cell in (*cells, *([shard.final] if shard.final else []))}
+    request = request_of(recipe, named)
+    needed = {cell.site: cell for cell in (*cells, *shard.beside)}
     height = kernel.rows_per_block(recipe.run.memory, model.unembed.head, len(needed) + len(cells))
     sites = sites_of(needed.values(), model.facts)
     lenses = load_lenses(recipe, model.facts, sites_of(cells, model.facts))
@@ -122,13 +122,17 @@ def read(
     readouts = read_blocks(unembed, model.facts, tokens, rows, request, lenses, list(places), blocks)
     digests, way = lens_digests(recipe), kernel.way(unembed.head, unembed.dtype)
     for cell in cells:
-        final = shard.final.capture if shard.final else None
-        inputs = read_inputs(recipe, cell.capture, final, shard.answers, digests[cell.lens])
+        inputs = read_inputs(recipe, cell.capture, shard.final, shard.answers, digests[cell.lens])
         with store.publish("read", cell.read, inputs) as draft:
             write_table(draft.folder, readouts[cell.lens, cell.site])
             draft.attributes.update(
                 site=cell.site, lens=cell.lens, rows=len(rows), gate=model.gate.as_dict(), kernel=way
             )
+
+
+def request_of(recipe: Recipe, named: NamedTokens) -> Request:
+    """What a recipe asks of the kernel."""
+    return Request(recipe.measures, recipe.read.top_k, named.tracked, tuple(named.sets.values()))
 
 
 def read_blocks(
@@ -168,7 +172,7 @@ def read_blocks(
     readers = [(mapped[name], site) for name, site in places]
     final = None
     if request.measures & AGAINST_FINAL:
-        last = Site("resid_post", facts.n_blocks - 1)
+        last = last_site(facts)
         there = [i for i, (lens, site) in enumerate(readers) if lens.kind == "logit" and site == last]
         readers += [] if there else [(LOGIT, last)]
         final = there[0] if there else len(places)
@@ -178,7 +182,7 @@ def read_blocks(
         normed = torch.stack([_normed(unembed, lens, site, block[site].to(device)) for lens, site in readers])
         part = {name: ids[start:stop] for name, ids in asked.items()}
         found = kernel.read_rows(unembed.head, normed, request, part, final)
-        found |= _of_states(request, [block[site] for _, site in readers], final)
+        found |= _of_states(request, [site for _, site in readers], block, last_site(facts))
         for variable, values in found.items():
             for (name, site), read_out in zip(places, values.cpu().numpy(), strict=False):
                 readouts[name, site.name][variable][start:stop] = read_out
@@ -188,16 +192,23 @@ def read_blocks(
     return readouts
 
 
-def _of_states(request: Request, states: Sequence[Tensor], final: int | None) -> dict[str, Tensor]:
+def _of_states(request: Request, sites: Sequence[Site], block: Mapping[Site, Tensor], last: Site) -> dict[str, Tensor]:
     """Measures of the residuals themselves, [P, R]; sums in float64."""
     found = {}
     if "residual_norm" in request.measures:
-        found["residual_norm"] = torch.stack([state.double().norm(dim=1) for state in states]).float()
-    if "cosine_final" in request.measures and final is not None:
-        last = states[final].double()
-        cosines = [(state.double() * last).sum(1) / (state.double().norm(dim=1) * last.norm(dim=1)) for state in states]
-        found["cosine_final"] = torch.stack(cosines).float()
+        found["residual_norm"] = torch.stack([block[site].double().norm(dim=1) for site in sites]).float()
+    if "cosine_final" in request.measures:
+        found["cosine_final"] = torch.stack([_cosine(block, site, last) for site in sites]).float()
+    if "cosine_previous" in request.measures:
+        found["cosine_previous"] = torch.stack([_cosine(block, site, previous_site(site)) for site in sites]).float()
     return found
+
+
+def _cosine(block: Mapping[Site, Tensor], site: Site, other: Site | None) -> Tensor:
+    a = block[site].double()
+    b = block[other].double() if other else torch.full_like(a, torch.nan)
+    cosine_R: Tensor = (a * b).sum(dim=1) / (a.norm(dim=1) * b.norm(dim=1))
+    return cosine_R
 
 
 def _normed(unembed: Unembed, lens: Lens, site: Site, state: Tensor) -> Tensor:
@@ -207,7 +218,7 @@ def _normed(unembed: Unembed, lens: Lens, site: Site, state: Tensor) -> Tensor:
 
 
 def _empty(request: Request, n_rows: int) -> dict[str, Array]:
-    lengths = {"k": request.top_k, "tracked": len(request.tracked)}
+    lengths = {"k": request.top_k, "tracked": len(request.tracked), "set": len(request.sets)}
     return {
         variable.name: np.empty((n_rows, *(lengths[dim] for dim in variable.dims[2:])), dtype=variable.dtype)
         for variable in variables_of(request.measures)

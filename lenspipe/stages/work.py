@@ -5,12 +5,14 @@ know them. This module computes names; the stages compute results.
 """
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lenspipe.grid import Site, parse_site
+from lenspipe.corpora.token_sets import load_token_sets
+from lenspipe.errors import RequestError
+from lenspipe.grid import Site, parse_site, previous_site
 from lenspipe.keys import artifact_key, digest
 from lenspipe.lenses.files import lens_digest
 from lenspipe.models.facts import ModelFacts
@@ -56,7 +58,8 @@ class ShardWork:
         tokens: digest of all that decides its token ids.
         encode: key of its encode artifact.
         cells: lens by lens, the selected sites in order of depth.
-        final: the cell of the last layer, when a measure needs it.
+        beside: cells whose residuals some measure compares with.
+        final: key of the last layer's residuals, where that is among them.
     """
 
     index: int
@@ -69,7 +72,8 @@ class ShardWork:
     tokens: str
     encode: str
     cells: tuple[Cell, ...]
-    final: Cell | None
+    beside: tuple[Cell, ...]
+    final: str | None
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for a task's parameters."""
@@ -78,8 +82,57 @@ class ShardWork:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "ShardWork":
         """Undo as_dict."""
-        final = values["final"] and Cell(**values["final"])
-        return cls(**{**values, "cells": tuple(Cell(**cell) for cell in values["cells"]), "final": final})
+        cells = {name: tuple(Cell(**cell) for cell in values[name]) for name in ("cells", "beside")}
+        return cls(**{**values, **cells})
+
+
+@dataclass(frozen=True, slots=True)
+class NamedTokens:
+    """Tokens that a recipe names, as ids.
+
+    Attributes:
+        tracked: in the order of the recipe.
+        sets: name -> its tokens.
+    """
+
+    tracked: tuple[int, ...]
+    sets: dict[str, tuple[int, ...]]
+
+    @classmethod
+    def find(cls, recipe: Recipe, single: Callable[[str | int], int]) -> "NamedTokens":
+        """Turn names into ids.
+
+        Args:
+            recipe: with read.tracked and read.token_sets.
+            single: finds the id of one token, or raises RequestError.
+
+        Raises:
+            RequestError: a name that is no token, two names of one token in a set, or an unreadable file.
+        """
+        sets = {}
+        for name, tokens in token_sets(recipe).items():
+            sets[name] = tuple(single(token) for token in tokens)
+            if twice := [token for i, token in zip(sets[name], tokens, strict=True) if sets[name].count(i) > 1]:
+                raise RequestError(f"{recipe.read.token_sets}: {twice[0]!r} and {twice[1]!r} of {name!r} are one token")
+        return cls(tuple(single(token) for token in recipe.read.tracked), sets)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for a task's parameters."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "NamedTokens":
+        """Undo as_dict."""
+        return cls(tuple(values["tracked"]), {name: tuple(ids) for name, ids in values["sets"].items()})
+
+
+def token_sets(recipe: Recipe) -> dict[str, list[str | int]]:
+    """Read the token sets of a recipe: name -> tokens as they are written.
+
+    Raises:
+        RequestError: an unreadable file.
+    """
+    return load_token_sets(recipe.path(recipe.read.token_sets)) if recipe.read.token_sets else {}
 
 
 def combine(digests: Iterable[str]) -> str:
@@ -149,6 +202,7 @@ def read_inputs(recipe: Recipe, capture: str, final: str | None, answers: str, l
         "measures": sorted(recipe.measures),
         "top_k": read.top_k if "topk" in read.measures else None,
         "tracked": read.tracked,
+        **({"sets": token_sets(recipe)} if read.token_sets else {}),
         "answers": {"texts": answers, "prefix": read.answer_prefix} if read.answer else None,
         **({} if read.precision == "model" else {"precision": read.precision}),
     }
@@ -180,9 +234,9 @@ def shard_work(
     def capture_key(site: Site) -> str:
         return artifact_key("capture", VERSION["capture"], capture_inputs(recipe, facts, tokens, site))
 
-    last = Site("resid_post", facts.n_blocks - 1)
-    captures = {site: capture_key(site) for site in {*sites, last}}
-    final = captures[last] if recipe.measures & AGAINST_FINAL else None
+    beside = sites_beside(recipe.measures, sites, facts)
+    captures = {site: capture_key(site) for site in {*sites, *beside}}
+    final = captures[last_site(facts)] if recipe.measures & AGAINST_FINAL else None
 
     def cell(site: Site, lens: str) -> Cell:
         inputs = read_inputs(recipe, captures[site], final, answers, lenses[lens])
@@ -197,8 +251,21 @@ def shard_work(
         tokens,
         encode,
         tuple(cell(site, lens) for lens in lenses for site in sites),
-        cell(last, next(iter(lenses))) if final else None,
+        tuple(cell(site, next(iter(lenses))) for site in beside),
+        final,
     )
+
+
+def last_site(facts: ModelFacts) -> Site:
+    """The state that enters the final norm."""
+    return Site("resid_post", facts.n_blocks - 1)
+
+
+def sites_beside(measures: frozenset[str], sites: Iterable[Site], facts: ModelFacts) -> tuple[Site, ...]:
+    """List the states that measures compare these sites with."""
+    last = [last_site(facts)] if measures & AGAINST_FINAL else []
+    previous = [previous_site(site) for site in sites] if "cosine_previous" in measures else []
+    return tuple(dict.fromkeys([*last, *(site for site in previous if site)]))
 
 
 def sites_of(cells: Iterable[Cell], facts: ModelFacts) -> tuple[Site, ...]:

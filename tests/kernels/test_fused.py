@@ -16,7 +16,7 @@ from lenspipe.kernels.product import Product, choose_product
 
 MEASURES = frozenset({
     "topk", "logsumexp", "entropy", "target", "kl_final", "tracked", "answer", "varentropy", "renyi2", "margin",
-    "kl_reverse", "js_final", "final_top1",
+    "kl_reverse", "js_final", "final_top1", "token_sets",
 })  # fmt: skip
 V, D = 3 * TILE + 17, 24
 WAYS = [
@@ -35,7 +35,7 @@ def operands(n_places, n_rows, seed=0, dtype=torch.float32, arithmetic=None):
 
 
 def request(k=7):
-    return Request(MEASURES, k, (2, V - 1, TILE))
+    return Request(MEASURES, k, (2, V - 1, TILE), ((5, 0, V - 1), tuple(range(1, V, 2))))
 
 
 def use(monkeypatch, way):
@@ -74,6 +74,7 @@ def test_every_way_to_multiply_gives_the_numbers_of_float64(monkeypatch, way, n_
                 "margin": np.sort(z)[-1] - np.sort(z)[-2],
                 "kl_reverse": (q * ((z - lse) - (final - final_lse))).sum(),
                 "js_final": (w * np.log(2 * w / (w + q)) + q * np.log(2 * q / (w + q))).sum() / 2,
+                "set_mass": [q[list(tokens)].sum() for tokens in request().sets],
                 "final_top1_rank": (z > z[final.argmax()]).sum(),
                 "final_top1_logit": z[final.argmax()],
             }

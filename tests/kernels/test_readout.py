@@ -19,7 +19,8 @@ from lenspipe.variables import MEASURES, OFFSETS, variables_of
 settings.register_profile("untimed", settings.default, deadline=None)
 settings.load_profile("untimed")
 
-ALL = frozenset(MEASURES) - {"residual_norm", "cosine_final", *OFFSETS} | {"target", "tracked", "answer"}
+OF_STATES = {"residual_norm", "cosine_final", "cosine_previous"}
+ALL = frozenset(MEASURES) - OF_STATES - set(OFFSETS) | {"target", "tracked", "token_sets", "answer"}
 ARITHMETICS = [
     Arithmetic(),
     Arithmetic(multiply=0.375),
@@ -59,6 +60,7 @@ class Case:
         self.target = draw.integers(-1, n_vocab, n_rows)
         self.answer = draw.integers(-1, n_vocab, n_rows)
         self.tracked = tuple(int(i) for i in draw.integers(0, n_vocab, 3))
+        self.sets = (self.tracked[:1], tuple(range(n_vocab)))
         self.arithmetic = arithmetic
 
     @property
@@ -70,7 +72,7 @@ class Case:
         head = self.head
         states, final = (torch.tensor(x[rows], dtype=torch.float32) for x in (self.states, self.final))
         target, answer = (torch.tensor(x[rows], dtype=torch.int64) for x in (self.target, self.answer))
-        return read_rows(head, states, Request(measures, k, self.tracked), target, answer, final)
+        return read_rows(head, states, Request(measures, k, self.tracked, self.sets), target, answer, final)
 
     def plain_logits(self, state):
         found = []
@@ -151,6 +153,8 @@ def test_every_measure_is_that_of_plain_float64_loops(seed, n_rows, width, n_voc
         np.testing.assert_allclose(found["renyi2"][r], -math.log(math.fsum(math.exp(2 * v) for v in q)), **close)
         largest = [*sorted(z, reverse=True), -math.inf]
         np.testing.assert_allclose(found["margin"][r], largest[0] - largest[1], **close)
+        masses = [sum(math.exp(q[v]) for v in tokens) for tokens in case.sets]
+        np.testing.assert_allclose(found["set_mass"][r], masses, **close)
         last = case.plain_logits(case.final[r])
         first = min(range(n_vocab), key=lambda v: (-last[v], v))
         assert found["final_top1_rank"][r] == plain_rank(z, first)
@@ -168,7 +172,7 @@ def test_measures_bring_their_variables_and_no_others_in_the_declared_types(meas
     found = case.read(5, frozenset(measures))
     declared = {v.name: v for v in variables_of(frozenset(measures)) if v.is_readout}
     assert found.keys() == declared.keys()
-    lengths = {"k": 5, "tracked": 3}
+    lengths = {"k": 5, "tracked": 3, "set": 2}
     for name, values in found.items():
         assert str(values.dtype) == f"torch.{declared[name].dtype}"
         assert values.shape == (4, *(lengths[dim] for dim in declared[name].dims[2:]))
@@ -220,7 +224,9 @@ def test_reading_leaves_its_inputs_as_they_were():
     final = torch.tensor(case.final, dtype=torch.float32)
     inputs = [head.weight_VD, head.bias_V, states, final]
     before = [values.clone() for values in inputs]
-    read_rows(head, states, Request(ALL, 3, (1,)), torch.tensor(case.target), torch.tensor(case.answer), final)
+    read_rows(
+        head, states, Request(ALL, 3, (1,), ((2, 3),)), torch.tensor(case.target), torch.tensor(case.answer), final
+    )
     assert all(torch.equal(a, b) for a, b in zip(inputs, before, strict=True))
 
 
