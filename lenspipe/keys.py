@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 SCHEME = "lenspipe-key/1"
+_CANONICAL = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=True)
 
 
 def canonical_json(value: Any) -> str:
@@ -26,7 +27,7 @@ def canonical_json(value: Any) -> str:
         ValueError: a float is NaN or infinite, or a text is not Unicode.
     """
     _check(value, "value")
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return _CANONICAL.encode(value)
 
 
 def _check(value: Any, where: str) -> None:
