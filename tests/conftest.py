@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[1]
 GGUF = ROOT / "data/models/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -20,6 +21,8 @@ os.environ.update(
     PREFECT_SERVER_LOGGING_LEVEL="CRITICAL",
 )
 os.environ.pop("PREFECT_API_URL", None)
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # a GPU's kernels run on the CPU
 
 
 @pytest.fixture(scope="session", autouse=True)

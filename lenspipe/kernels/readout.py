@@ -1,4 +1,4 @@
-"""Readout: the measures of a block of states: fused on a CPU, plain elsewhere, with the same numbers.
+"""Readout: the measures of a block of states: fused on a CPU or a GPU, plain elsewhere, with the same numbers.
 
 Shapes: P places (states of the same rows at different sites), R rows, D width, V vocabulary, K top-k, T tracked tokens.
 Mathematics on arrays only: no files, no model names.
@@ -26,9 +26,18 @@ def _fused() -> ModuleType:
     return fused
 
 
+@cache
+def _cuda() -> ModuleType:
+    try:
+        from lenspipe.kernels import cuda  # noqa: PLC0415 -- Triton comes with torch where that is made for CUDA
+    except ImportError:
+        return plain
+    return cuda
+
+
 def way_of(device: torch.device) -> ModuleType:
     """The module that reads on this device: its `read_rows`, `row_bytes` and `way`."""
-    return _fused() if device.type == "cpu" else plain
+    return {"cpu": _fused, "cuda": _cuda}.get(device.type, lambda: plain)()
 
 
 def rows_per_block(
