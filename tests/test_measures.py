@@ -84,6 +84,46 @@ def test_the_last_layer_compared_with_itself_is_itself(ds: xr.Dataset) -> None:
     np.testing.assert_array_equal(last.final_top1_logit, last.topk_logit.isel(k=0))
 
 
+def test_first_choices_count_plain_tokens_by_their_argmax(ds: xr.Dataset) -> None:
+    found = ds.lens.first_choices()
+    assert found.dims == ("layer", "vocab")
+    plain = np.flatnonzero(~ds.is_special.values)
+    for layer in range(ds.sizes["layer"]):
+        ids = [int(ds.topk_id[layer, row, 0]) for row in plain]
+        assert found.values[layer].tolist() == [ids.count(token) for token in range(ds.sizes["vocab"])]
+
+
+@pytest.mark.parametrize("bins", [1, 4, 300])
+def test_calibration_sorts_rows_into_bins_of_confidence(ds: xr.Dataset, bins: int) -> None:
+    found = ds.lens.calibration(bins)
+    for layer in range(ds.sizes["layer"]):
+        held: dict[int, list[tuple[float, bool]]] = {i: [] for i in range(bins)}
+        for row in range(ds.sizes["token"]):
+            if not ds.is_special[row] and ds.target_id[row] >= 0:
+                p = float(np.exp(ds.topk_logit[layer, row, 0] - ds.logsumexp[layer, row]))
+                held[min(int(np.float32(p) * bins), bins - 1)].append((p, int(ds.target_rank[layer, row]) == 0))
+        total = sum(map(len, held.values()))
+        error = 0.0
+        for i, rows in held.items():
+            assert found["count"][layer, i] == len(rows)
+            if rows:
+                p, right = (sum(x) / len(rows) for x in zip(*rows, strict=True))
+                np.testing.assert_allclose(
+                    [found.confidence[layer, i], found.accuracy[layer, i]], [p, right], rtol=1e-5
+                )
+                error += len(rows) / total * abs(p - right)
+            else:
+                assert np.isnan(found.accuracy[layer, i])
+        np.testing.assert_allclose(found.ece[layer], error, rtol=1e-5)
+
+
+def test_what_calibration_lacks_is_named(ds: xr.Dataset) -> None:
+    with pytest.raises(RequestError, match="calibration needs logsumexp, target"):
+        ds.drop_vars(["logsumexp", "target_rank"]).lens.calibration()
+    with pytest.raises(RequestError, match="bins is 0"):
+        ds.lens.calibration(0)
+
+
 def test_the_probability_of_token_sets(model: LensModel, tmp_path: Path) -> None:
     (tmp_path / "sets.toml").write_text('ends = ["at", "he"]\nmixed = ["c", 3]\nall = ' + str([*range(20)]))
     found = lenspipe.logit_lens(model, TEXTS, measures=["logsumexp"], token_sets=tmp_path / "sets.toml")

@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
+from lenspipe.analysis import counts
 from lenspipe.errors import RequestError
 
 
@@ -73,6 +74,14 @@ class Lens:
         found = logit - self._ds["logsumexp"]
         attributes = {"long_name": f"log-probability of {target!r}", "units": "nats"}
         return found.rename("log_prob").assign_attrs(attributes)
+
+    def first_choices(self) -> xr.DataArray:
+        """Count how often each token is a layer's argmax; see `analysis.counts.first_choices`."""
+        return counts.first_choices(self._ds)
+
+    def calibration(self, bins: int = 10) -> xr.Dataset:
+        """Hold confidence against accuracy; see `analysis.counts.calibration`."""
+        return counts.calibration(self._ds, bins)
 
     def to_dataframe(self) -> pd.DataFrame:
         """Lay the dataset out as a table, one row per (layer, token).
