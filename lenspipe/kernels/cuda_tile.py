@@ -127,7 +127,7 @@ def absorb(
         if n_near > 0:
             _collect(z, near, near_ptr + at * NEAR_ROOM, n_before, NEAR_ROOM)
         asked = token == tl.load(id_ptr + q * n_rows + row % n_rows)
-        tl.store(seen_ptr + at + token * 0, raw, mask=asked & (token < first + n))
+        tl.store(seen_ptr + at + token * 0, raw, mask=asked)
         tl.store(count_ptr + at, count)
         tl.store(n_near_ptr + at, n_before + n_near)
 

@@ -12,6 +12,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from lenspipe import variables
 from lenspipe.kernels import cuda, cuda_walk, plain, readout
 from lenspipe.kernels.head import Arithmetic, Head, Request
 
@@ -219,14 +220,17 @@ def test_a_broken_row_holds_no_number_and_its_neighbours_theirs(value, token):
         torch.testing.assert_close(values[~rows], whole[name][~rows], rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
-def test_a_broken_last_layer_leaves_no_divergence_and_no_first_choice():
+@pytest.mark.parametrize("one_token", [False, True])
+def test_a_broken_last_layer_leaves_no_divergence_and_no_first_choice(one_token):
     head, states, asked = operands(2, 2, seed=10)
-    states[1, 0] = math.nan
+    head.weight_VD[:, 0], states[:, :, 0] = 0, 0
+    head.weight_VD[3, 0], head.bias_V[3] = -1e20, -math.inf  # +inf - inf where it overflows, -inf elsewhere
+    states[1, 0, 0] = -3e38 if one_token else math.nan
     found = cuda.read_rows(head, states, request(), asked, 1)
     for name in ("kl_final", "kl_reverse", "js_final", "final_top1_logit"):
         assert torch.isnan(found[name]).tolist() == [[True, False], [True, False]]
     assert (found["final_top1_rank"] == -1).tolist() == [[True, False], [True, False]]
-    assert torch.isfinite(found["entropy"][0]).all()
+    assert torch.isfinite(found["entropy"]).tolist() == [[True, True], [False, True]]
 
 
 def test_tokens_at_minus_infinity_add_nothing_and_rank_behind_all_others():
@@ -243,12 +247,14 @@ def test_tokens_at_minus_infinity_add_nothing_and_rank_behind_all_others():
     assert found["target_logit"][:, 0].tolist() == [-math.inf] * 2
 
 
-def test_divergence_is_infinite_where_only_the_layer_rules_a_token_out():
-    head, states = exact([[1.0, -math.inf, 0.5], [1.0, 2.0, 0.5]])
-    head.weight_VD.nan_to_num_(neginf=-3e38)
+@pytest.mark.parametrize("later, kl", [(0.25, math.inf), (1000.0, 0.0)])
+def test_divergence_is_infinite_where_the_layer_rules_out_what_the_last_one_does_not(later, kl):
+    rows = np.zeros((2, 2 * TILE), np.float32)
+    rows[0, 1], rows[:, TILE + 2] = -3e38, later  # the last layer holds token 1 for possible, or as good as not
+    head, states = exact(rows)
     head = replace(head, arithmetic=Arithmetic(multiply=4.0))
     found = cuda.read_rows(head, states[0][:, None], request({"kl_final", "kl_reverse"}), {}, 1)
-    assert found["kl_final"][:, 0].tolist() == [math.inf, 0.0]
+    assert found["kl_final"][:, 0].tolist() == [kl, 0.0]
     assert math.isfinite(found["kl_reverse"][0, 0])
 
 
@@ -283,6 +289,10 @@ def test_a_vocabulary_of_fifty_thousand_keeps_its_sums_within_1e_5_of_float64(mo
     }
     for name, values in expected.items():
         np.testing.assert_allclose(found[name][0].cpu(), values.cpu(), rtol=1e-5, atol=1e-5, err_msg=name)
+
+
+def test_every_measure_of_today_is_known_here():
+    assert MEASURES | frozenset(variables.MEASURES) <= cuda.KNOWN
 
 
 def test_a_measure_that_is_not_known_here_is_read_the_plain_way(monkeypatch):
