@@ -72,8 +72,8 @@ docs: env ## check that generated pages and the examples in README and docs are 
 families: env ## read every model type of the installed transformers, and write docs/families.md
 	@$(BIN)/python -m tests.families.sweep $(ARGS)
 
-bench: env model ## measure speed and memory
-	@$(BIN)/python benchmarks/run.py $(ARGS)
+bench: env model ## measure speed and memory, half an hour on a quiet machine; peers too where the extra `bench` is installed
+	@for one in readout pipeline rerun memory peers; do $(BIN)/python -m benchmarks.$$one || exit 1; done
 
 clean: ## remove .venv and what the tools left; results and weights stay
 	@rm -rf .venv dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

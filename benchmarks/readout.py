@@ -77,7 +77,7 @@ def heads(pairs: int) -> Iterator[list[object]]:
 
 
 def measures(pairs: int, n_places: int) -> Iterator[Row]:
-    """What each measure adds to target alone, at many places, in bare products: its price."""
+    """What each measure adds to target alone, at some places, in bare products: its price."""
     given = Operands(next(iter(HEADS)), torch.float32, 256, n_places)
     base = ratio(lambda: given.read(MINIMAL), given.product, pairs)
     yield "target alone", base
@@ -133,7 +133,7 @@ def main() -> None:
     header = ["head", "dtype", "kernel", "rows", "target / product", "default / product", "by torch / product"]
     report("Readout", command, header, list(heads(pairs)))
     report("Readout growth", command, ["figure", "value"], list(growth(pairs)))
-    report("Readout measures", command, ["measure", "bare products"], list(measures(pairs, 30)))
+    report("Readout measures", command, ["measure", "bare products"], list(measures(pairs, 10)))
 
 
 if __name__ == "__main__":
