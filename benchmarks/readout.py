@@ -12,6 +12,7 @@ import torch
 from benchmarks.measure import Row, ratio, report
 from lenspipe.kernels import plain
 from lenspipe.kernels.head import Arithmetic, Head, Request
+from lenspipe.kernels.product import Product, choose_product
 from lenspipe.kernels.readout import read_rows, way
 from lenspipe.variables import DEFAULT_MEASURES, MEASURES
 
@@ -124,6 +125,40 @@ def growth(pairs: int) -> Iterator[Row]:
     )
 
 
+def split(pairs: int) -> Iterator[Row]:
+    """Float32 operands as sums of two bfloat16 ones, in three products: their time, and what they lose."""
+    low, high = (choose_product(dtype, dtype, 576) for dtype in (torch.bfloat16, torch.float32))
+    if low.way != "oneDNN bfloat16":
+        return
+    draw = torch.Generator().manual_seed(0)
+    weight, states = torch.randn(8192, 576, generator=draw) * 0.1, torch.randn(128, 576, generator=draw)
+    parts = []
+    for whole in (weight, states):
+        upper = whole.bfloat16()
+        parts.append((upper, (whole - upper.float()).bfloat16()))
+    tile, total = torch.empty(256, 128), torch.zeros(8192, 128)
+
+    def by(product: Product, pieces: list[tuple[torch.Tensor, torch.Tensor]], out: torch.Tensor | None = None) -> None:
+        for rows, laid_out in [(rows, product.lay_out(columns)) for rows, columns in pieces]:
+            for start in range(0, len(rows), 256):
+                product.into(tile, rows[start : start + 256], laid_out)
+                if out is not None:
+                    out[start : start + 256] += tile
+
+    (w1, w2), (s1, s2) = parts
+    three = [(w1, s1), (w1, s2), (w2, s1)]
+    yield (
+        "three bfloat16 products / one float32 product",
+        ratio(lambda: by(low, three), lambda: by(high, [(weight, states)]), pairs),
+    )
+    exact = weight.double() @ states.double().T
+    by(low, three, total)
+    lost = (total - exact).abs().max().item()
+    total.zero_()
+    by(high, [(weight, states)], total)
+    yield "their largest error / that of float32", lost / (total - exact).abs().max().item()
+
+
 def main() -> None:
     """Measure, print, and write the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -132,7 +167,7 @@ def main() -> None:
     command = "python -m benchmarks.readout"
     header = ["head", "dtype", "kernel", "rows", "target / product", "default / product", "by torch / product"]
     report("Readout", command, header, list(heads(pairs)))
-    report("Readout growth", command, ["figure", "value"], list(growth(pairs)))
+    report("Readout growth", command, ["figure", "value"], [*growth(pairs), *split(pairs)])
     report("Readout measures", command, ["measure", "bare products"], list(measures(pairs, 10)))
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import lenspipe
+from benchmarks.measure import report
 from lenspipe.corpora.documents import read_documents
 
 ROOT = Path(__file__).parents[1]
@@ -77,5 +78,4 @@ def cases() -> list[tuple[str, float]]:
 
 
 if __name__ == "__main__":
-    for name, figure in cases():
-        print(f"{name}: {figure:,.2f}")
+    report("Rerun", "python -m benchmarks.rerun", ["figure", "value"], cases())
