@@ -80,8 +80,10 @@ def read_rows(
 
 
 def _cut(n_places: int, n_rows: int, n_threads: int) -> list[tuple[slice, slice]]:
-    """Cut a block into panels: along rows, and along places where rows are too few for all threads."""
-    heights = [slice(start, min(start + LANES, n_rows)) for start in range(0, n_rows, LANES)]
+    """Cut a block into panels, as high as is fastest or as gives every thread one, and along places if need be."""
+    share = -(-n_rows * n_places // n_threads)
+    height = min(LANES, -(-share // GRAIN) * GRAIN)
+    heights = [slice(start, min(start + height, n_rows)) for start in range(0, n_rows, height)]
     parts = min(n_places, -(-n_threads // len(heights)))
     width = -(-n_places // parts)
     return [(slice(p, min(p + width, n_places)), rows) for rows in heights for p in range(0, n_places, width)]

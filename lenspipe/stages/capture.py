@@ -16,6 +16,7 @@ from lenspipe.grid import Site
 from lenspipe.kernels.windows import Index, Rows, TokenShard, select_rows
 from lenspipe.models.lens_model import LensModel
 from lenspipe.recipe import Recipe
+from lenspipe.stages.ahead import ahead
 from lenspipe.stages.encode import load_tokens
 from lenspipe.stages.work import Cell, ShardWork, capture_inputs, sites_of
 from lenspipe.storage.arrays import ResidualWriter
@@ -57,7 +58,8 @@ def capture(
             attributes = {"site": site.name, "layer": site.layer, "model": model.facts.name, "dtype": model.facts.dtype}
             draft.attributes.update(attributes, gate=model.gate.as_dict(), rows=len(rows))
             writers[site] = ResidualWriter(draft.folder, rows.reading_order, model.facts.d_model, container, attributes)
-        for batch in captured_batches(model, tokens, rows, sites, recipe.run.batch_tokens, report, shard.start):
+        # The model runs on while a batch is compressed and written.
+        for batch in ahead(captured_batches(model, tokens, rows, sites, recipe.run.batch_tokens, report, shard.start)):
             for site, writer in writers.items():
                 writer.append(batch[site].to(torch.float16 if container == "float16" else torch.float32).cpu().numpy())
         for writer in writers.values():

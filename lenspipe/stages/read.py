@@ -24,6 +24,7 @@ from lenspipe.models.facts import ModelFacts
 from lenspipe.models.lens_model import LensModel
 from lenspipe.models.unembed import Unembed
 from lenspipe.recipe import Recipe, lens_name
+from lenspipe.stages.ahead import ahead
 from lenspipe.stages.capture import captured_batches
 from lenspipe.stages.encode import load_tokens
 from lenspipe.stages.work import Cell, NamedTokens, Place, ShardWork, last_site, lens_digests, read_inputs, sites_of
@@ -114,9 +115,10 @@ def read(
     lenses = load_lenses(recipe, model.facts, sites_of(cells, model.facts))
     if stream:
         batches = captured_batches(model, tokens, rows, sites, recipe.run.batch_tokens, report, shard.start)
-        blocks = regroup(batches, height)
+        # A GPU's model runs on while its states are read; a CPU has no cores to spare for that.
+        blocks = regroup(batches if model.device.type == "cpu" else ahead(batches), height)
     else:
-        blocks = _stored_blocks(store, dict(zip(sites, needed.values(), strict=True)), len(rows), height, report)
+        blocks = ahead(_stored_blocks(store, dict(zip(sites, needed.values(), strict=True)), len(rows), height, report))
     places = {(cell.lens, site): cell for cell, site in zip(cells, sites_of(cells, model.facts), strict=True)}
     unembed = model.unembed.at(recipe.read.precision)
     readouts = read_blocks(unembed, model.facts, tokens, rows, request, lenses, list(places), blocks)

@@ -83,7 +83,7 @@ def test_every_way_to_multiply_gives_the_numbers_of_float64(monkeypatch, way, n_
 
 
 @pytest.mark.parametrize("n_threads", [1, 2, 3])
-@pytest.mark.parametrize("n_places, n_rows", [(1, 3), (7, 5), (4, 2 * LANES + 9)])
+@pytest.mark.parametrize("n_places, n_rows", [(1, 3), (7, 5), (1, 64), (4, 2 * LANES + 9)])
 def test_the_number_of_threads_changes_no_bit(n_threads, n_places, n_rows):
     head, states, asked = operands(n_places, n_rows, seed=1)
     before = torch.get_num_threads()
