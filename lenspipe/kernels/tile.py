@@ -50,6 +50,14 @@ def _exp(x: Any) -> Any:
 
 
 @_inlined
+def _above(x: Any) -> Any:
+    """Bound x from below and give exp(x) beside it: exactly 0 there."""
+    low = x < _LOWEST
+    bounded = _LOWEST if low else x
+    return bounded, np.float32(0) if low else _exp(bounded)
+
+
+@_inlined
 def _log(x: Any) -> Any:
     """Of a number above 0; Cephes' logf: x = 2**n * (1 + f), 1 + f near 1."""
     bits = np.float32(x).view(np.int32)
@@ -198,10 +206,7 @@ def add_up(z_NL: Array, largest_L: Array, sum_SL: Array, part_SL: Array) -> None
     for v in range(n):
         z_L = z_NL[v]
         for r in range(lanes):
-            x = z_L[r] - largest_L[r]
-            low = x < _LOWEST
-            x = _LOWEST if low else x
-            e = np.float32(0) if low else _exp(x)
+            x, e = _above(z_L[r] - largest_L[r])
             mass_L[r] += e
             first_L[r] += e * x
     for r in range(lanes):
@@ -218,10 +223,7 @@ def add_moments(z_NL: Array, largest_L: Array, sum_SL: Array, part_SL: Array) ->
     for v in range(n):
         z_L = z_NL[v]
         for r in range(lanes):
-            x = z_L[r] - largest_L[r]
-            low = x < _LOWEST
-            x = _LOWEST if low else x
-            e = np.float32(0) if low else _exp(x)
+            x, e = _above(z_L[r] - largest_L[r])
             second_L[r] += e * x * x
             square_L[r] += e * e
     for r in range(lanes):
@@ -237,9 +239,7 @@ def probabilities(z_NL: Array, norm_2L: Array, p_NL: Array) -> None:
     for v in range(n):
         z_L, p_L = z_NL[v], p_NL[v]
         for r in range(lanes):
-            x = (z_L[r] - largest_L[r]) - above_L[r]
-            low = x < _LOWEST
-            p_L[r] = np.float32(0) if low else _exp(_LOWEST if low else x)
+            p_L[r] = _above((z_L[r] - largest_L[r]) - above_L[r])[1]
 
 
 @_compiled
@@ -266,10 +266,8 @@ def add_reverse(z_NL: Array, final_NL: Array, largest_L: Array, sum_SL: Array, p
     for v in range(n):
         z_L, final_L = z_NL[v], final_NL[v]
         for r in range(lanes):
-            x = z_L[r] - largest_L[r]
-            low = x < _LOWEST
-            e = _exp(_LOWEST if low else x)
-            part_L[r] += np.float32(0) if low else e * (z_L[r] - final_L[r])
+            e = _above(z_L[r] - largest_L[r])[1]
+            part_L[r] += e * (z_L[r] - final_L[r]) if e > 0 else np.float32(0)
     for r in range(lanes):
         sum_SL[4, r] += part_L[r]
 
@@ -283,9 +281,7 @@ def add_shannon(z_NL: Array, norm_2L: Array, p_NL: Array, sum_SL: Array, part_SL
     for v in range(n):
         z_L, p_L = z_NL[v], p_NL[v]
         for r in range(lanes):
-            x = (z_L[r] - largest_L[r]) - above_L[r]
-            low = x < _LOWEST
-            q = np.float32(0) if low else _exp(_LOWEST if low else x)
+            q = _above((z_L[r] - largest_L[r]) - above_L[r])[1]
             # With t = (q - p) / (q + p), twice the term is (q + p) / 2 of a function of t that is nowhere negative.
             both = q + p_L[r]
             some = both > _TINY
