@@ -114,6 +114,8 @@ class Walk:
         if state.counted_by_another():
             again = State.empty(state.seen_GQL, 0)
             self._over(operands, id_QL, None, again, 0)
+            if again.counted_by_another():
+                raise ArithmeticError(f"{self.product.way}: one product gave two results for the same operands")
             state = replace(state, asked_GQL=again.asked_GQL, count_GQL=again.count_GQL)
         for m, tokens in enumerate(self.sets):
             self._add_mass(operands, torch.tensor(tokens), state, m)
