@@ -20,7 +20,8 @@ SUB = 32
 SUMS, MOMENTS, DIVERGENCE, REVERSE, SHANNON = 1, 2, 4, 8, 16
 """What `absorb` may be asked to add up."""
 
-N_SUMS = 7
+N_SUMS, RELATIVE = 7, 5
+"""Sums, and those of them, the first, that are relative to the largest logit so far."""
 
 NO_TOKEN = 2**31 - 1
 """In place of the id where the top-k is not full yet."""
@@ -188,7 +189,7 @@ def rescale(before_L: Array, largest_L: Array, sum_SL: Array) -> None:
         shift = np.float64(before_L[r]) - np.float64(largest_L[r])
         scale = np.exp(shift) if shift > -700.0 else 0.0
         if scale == 0.0:
-            sum_SL[:, r] = 0.0
+            sum_SL[:RELATIVE, r] = 0.0
         elif scale != 1.0:
             sum_SL[2, r] = (sum_SL[2, r] + shift * (2.0 * sum_SL[1, r] + shift * sum_SL[0, r])) * scale
             sum_SL[1, r] = (sum_SL[1, r] + shift * sum_SL[0, r]) * scale

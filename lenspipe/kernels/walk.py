@@ -131,7 +131,8 @@ class Walk:
             for g, operand in enumerate(operands):
                 self._logits(z_NL, weight_ND, bias_N, operand)
                 tile.probabilities(z_NL, norm_G2L[g], z_NL)
-                state.mass_GML[g, m] += z_NL.sum(axis=0, dtype=np.float64)
+                with np.errstate(invalid="ignore"):  # broken lanes
+                    state.mass_GML[g, m] += z_NL.sum(axis=0, dtype=np.float64)
 
     def _over(
         self, operands: list[Tensor], id_QL: Array, reference: Reference | None, state: State, wanted: int

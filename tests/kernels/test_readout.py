@@ -424,6 +424,21 @@ def test_a_vocabulary_of_fifty_thousand_keeps_the_precision_of_its_logsumexp(low
     assert (np.abs(found["kl_final"].numpy() - kl) <= 2 * unit * (1 + kl)).all()
 
 
+def test_a_largest_logit_that_comes_late_and_towers_over_the_others_leaves_divergences_whole():
+    rows = np.full((2, 700), -2000.0)
+    rows[:, 600] = 100.0
+    rows[1, 300] = 99.0
+    last = np.full((2, 700), -2000.0)
+    last[:, 5], last[:, 600] = 3.0, 2.0
+    head, states, final = exact(rows, last)
+    measures = frozenset({"kl_final", "kl_reverse", "js_final", "entropy", "varentropy"})
+    found = read_rows(head, states, Request(measures, 1), nobody(2), nobody(2), final)
+    _, entropy, kl = precise(rows, last)
+    np.testing.assert_allclose(found["kl_final"], kl, rtol=1e-6)
+    np.testing.assert_allclose(found["entropy"], entropy, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(found["kl_reverse"], precise(last, rows)[2], rtol=1e-6)
+
+
 def test_entropy_of_equal_logits_is_the_log_of_their_number():
     found = measure(np.full((2, 50_000), 3.0), "entropy", "logsumexp")
     np.testing.assert_allclose(found["entropy"], [math.log(50_000)] * 2, rtol=1e-6)
