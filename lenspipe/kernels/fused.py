@@ -182,6 +182,7 @@ class _Block:
         tracked = self.request.tracked if "tracked" in self.request.measures else ()
         return np.array([*own, *([token] * n_rows for token in tracked)], np.int64).reshape(-1, n_rows)
 
+    @np.errstate(all="ignore")  # rows that are broken, and marked at the end
     def _measures(self, state: State, g: int, id_QL: Array, final_norm_2L: Array | None) -> dict[str, Array]:
         """Turn the state of operand g into the variables asked for: [L, ...]."""
         measures, sum_SL, lse_L = self.request.measures, state.sum_GSL[g], state.norms[g].sum(axis=0)
@@ -199,34 +200,33 @@ class _Block:
             found["final_top1_logit"], found["final_top1_rank"] = logit_LQ[:, -1], rank_LQ[:, -1]
         if "token_sets" in measures:
             found["set_mass"] = state.mass_GML[g].T
-        with np.errstate(all="ignore"):  # broken rows, which are marked below
-            if "margin" in measures:
-                best_LK = state.best(g)[0]
-                found["margin"] = best_LK[:, 0] - (best_LK[:, 1] if best_LK.shape[1] > 1 else -np.inf)
-            if "logsumexp" in measures:
-                found["logsumexp"] = lse_L
-            if "entropy" in measures:
-                found["entropy"] = np.log(sum_SL[0]) - sum_SL[1] / sum_SL[0]
-            if "varentropy" in measures:
-                mean_L = sum_SL[1] / sum_SL[0]
-                found["varentropy"] = np.maximum(sum_SL[2] / sum_SL[0] - mean_L * mean_L, 0)
-            if "renyi2" in measures:
-                found["renyi2"] = 2 * np.log(sum_SL[0]) - np.log(sum_SL[3])
-            # A divergence is not negative; rounding may leave it a hair below zero.
-            if final_norm_2L is not None:
-                final_lse_L = final_norm_2L.sum(axis=0)
-                against = {
-                    "kl_final": sum_SL[5] + (lse_L - final_lse_L),
-                    "kl_reverse": sum_SL[4] / sum_SL[0] + (final_lse_L - lse_L),
-                    "js_final": sum_SL[6] / 2,
-                }
-                for name, values in against.items():
-                    if name in measures:
-                        found[name] = np.where(np.isfinite(final_lse_L), np.maximum(values, 0), math.nan)
-            if "logprob" in measures:
-                for name in [name for name in found if name.endswith("_logit")]:
-                    norm_2L = state.norms[g].reshape(2, -1, *[1] * (found[name].ndim - 1))
-                    found[name.replace("_logit", "_logprob")] = (found[name] - norm_2L[0]) - norm_2L[1]
+        if "margin" in measures:
+            best_LK = state.best(g)[0]
+            found["margin"] = best_LK[:, 0] - (best_LK[:, 1] if best_LK.shape[1] > 1 else -np.inf)
+        if "logsumexp" in measures:
+            found["logsumexp"] = lse_L
+        if "entropy" in measures:
+            found["entropy"] = np.log(sum_SL[0]) - sum_SL[1] / sum_SL[0]
+        if "varentropy" in measures:
+            mean_L = sum_SL[1] / sum_SL[0]
+            found["varentropy"] = np.maximum(sum_SL[2] / sum_SL[0] - mean_L * mean_L, 0)
+        if "renyi2" in measures:
+            found["renyi2"] = 2 * np.log(sum_SL[0]) - np.log(sum_SL[3])
+        # A divergence is not negative; rounding may leave it a hair below zero.
+        if final_norm_2L is not None:
+            final_lse_L = final_norm_2L.sum(axis=0)
+            against = {
+                "kl_final": sum_SL[5] + (lse_L - final_lse_L),
+                "kl_reverse": sum_SL[4] / sum_SL[0] + (final_lse_L - lse_L),
+                "js_final": sum_SL[6] / 2,
+            }
+            for name, values in against.items():
+                if name in measures:
+                    found[name] = np.where(np.isfinite(final_lse_L), np.maximum(values, 0), math.nan)
+        if "logprob" in measures:
+            for name in [name for name in found if name.endswith("_logit")]:
+                norm_2L = state.norms[g].reshape(2, -1, *[1] * (found[name].ndim - 1))
+                found[name.replace("_logit", "_logprob")] = (found[name] - norm_2L[0]) - norm_2L[1]
         for name, values in found.items():
             kept = values.astype(np.int32 if values.dtype.kind == "i" else np.float32)
             kept[state.broken[g]] = -1 if kept.dtype.kind == "i" else math.nan
