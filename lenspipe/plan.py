@@ -150,6 +150,9 @@ class Plan:
         read = sum(self.n_rows([task.shard]) * len(task.cells) for task in self.read) * self.bytes_per_row()
         cells = len(self.sites) * len(self.recipe.read.lens)
         dataset = self.n_rows() * cells * self.bytes_per_row() if self.assemble else 0
+        if "marginal" in self.recipe.measures:
+            read += 8 * self.facts.vocab_size * sum(len(task.cells) for task in self.read)
+            dataset += 4 * self.facts.vocab_size * cells if self.assemble else 0
         return captured + read + dataset + sum(8 * self.n_tokens([task.shard]) for task in self.encode)
 
     def files_to_write(self) -> int:

@@ -20,8 +20,8 @@ from lenspipe.models.lens_model import LensModel
 from lenspipe.recipe import Recipe, make_recipe
 from lenspipe.stages.capture import captured_batches
 from lenspipe.stages.encode import encode_documents, token_shard
-from lenspipe.stages.labels import Piece, attributes, dimensions, in_document_order, small_variables
-from lenspipe.stages.read import load_lenses, read_blocks, regroup, request_of
+from lenspipe.stages.labels import Piece, attributes, dimensions, in_document_order, placed_marginal, small_variables
+from lenspipe.stages.read import load_lenses, mean_probability, read_blocks, regroup, request_of
 from lenspipe.stages.work import NamedTokens, Place, sites_beside
 from lenspipe.storage.arrays import Array
 from lenspipe.storage.dataset import in_memory, readout_dims
@@ -169,6 +169,8 @@ def _read(
         model.tokenizer.strings(facts.vocab_size) if model.tokenizer else [f"<{i}>" for i in range(facts.vocab_size)]
     )
     small = small_variables(recipe, list(lenses), sites, [piece], vocabulary, named)
+    if "marginal" in recipe.measures:
+        small |= placed_marginal([mean_probability([table]) for table in readouts.values()], sizes)
     ds = in_memory(small, attributes(recipe, facts, model.gate.as_dict()))
     return indexed(ds.assign(_stacked(recipe, readouts, piece, sizes)))
 

@@ -39,7 +39,7 @@ class Variable:
 Measure = Literal[
     "topk", "logsumexp", "entropy", "target", "kl_final",
     "varentropy", "renyi2", "margin", "kl_reverse", "js_final", "final_top1", "target_0", "target_2", "target_3",
-    "residual_norm", "cosine_final", "cosine_previous",
+    "residual_norm", "cosine_final", "cosine_previous", "marginal",
 ]  # fmt: skip
 """What [read] measures may ask for; `tracked`, `token_sets` and `answer` come with settings of their own."""
 
@@ -103,6 +103,9 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("cosine_previous", ("layer", "token"), "float32", "1", "cosine between the state and that a block before",
              "h . h_previous / (|h| |h_previous|) of the residuals as captured, h_previous at layer - 1; NaN before "
              "layer 1 and for what a branch adds", "cosine_previous", float("nan")),
+    Variable("marginal", ("layer", "vocab"), "float32", "1", "mean probability of each token",
+             "mean of softmax(z) over the rows that are no special tokens and have finite logits; NaN if there is none",
+             "marginal", float("nan")),
     Variable("tracked_logit", ("layer", "token", "tracked"), "float32", _NATS, "logits of the tracked tokens",
              "z at tracked_id", "tracked"),
     Variable("tracked_rank", ("layer", "token", "tracked"), "int32", "1", "ranks of the tracked tokens",

@@ -84,6 +84,16 @@ def test_the_last_layer_compared_with_itself_is_itself(ds: xr.Dataset) -> None:
     np.testing.assert_array_equal(last.final_top1_logit, last.topk_logit.isel(k=0))
 
 
+def test_the_marginal_is_the_mean_probability_over_plain_tokens(ds: xr.Dataset, model: LensModel) -> None:
+    assert ds.marginal.dims == ("layer", "vocab")
+    assert ds.is_special.any()
+    plain = ~ds.is_special.values
+    for layer, site in enumerate(map(str, ds.site.values)):
+        z = np.concatenate([logits_of(model, model.capture(model.to_tokens(text), site)[site]) for text in TEXTS])
+        p = np.exp(z - np.logaddexp.reduce(z, axis=1, keepdims=True))
+        np.testing.assert_allclose(ds.marginal.values[layer], p[plain].mean(axis=0), rtol=2e-5, atol=1e-9)
+
+
 def test_first_choices_count_plain_tokens_by_their_argmax(ds: xr.Dataset) -> None:
     found = ds.lens.first_choices()
     assert found.dims == ("layer", "vocab")

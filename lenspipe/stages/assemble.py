@@ -18,7 +18,15 @@ from lenspipe.models.facts import ModelFacts
 from lenspipe.models.tokenizer import Tokenizer
 from lenspipe.recipe import Recipe, lens_name
 from lenspipe.stages.encode import load_columns, load_tokens
-from lenspipe.stages.labels import Piece, attributes, dimensions, in_document_order, small_variables
+from lenspipe.stages.labels import (
+    Piece,
+    attributes,
+    dimensions,
+    in_document_order,
+    placed_marginal,
+    small_variables,
+)
+from lenspipe.stages.read import mean_probability
 from lenspipe.stages.work import (
     DATASET,
     VERSION,
@@ -74,6 +82,10 @@ def assemble(
         writer = DatasetWriter(draft.folder / DATASET, sizes)
         gate = _worst_gate(store, shards)
         small = small_variables(recipe, lenses, sites, pieces, tokenizer.strings(facts.vocab_size), named)
+        if "marginal" in recipe.measures:
+            places = [(lens, site.name) for lens in lenses for site in sites]
+            means = [mean_probability(table.read(store, place) for table in tables) for place in places]
+            small |= placed_marginal(means, sizes)
         writer.create(small, readouts, attributes(recipe, facts, gate) | _provenance(shards, key))
         for (i, lens), (j, site), (start, stop) in product(enumerate(lenses), enumerate(sites), writer.token_blocks()):
             parts: list[Mapping[str, Array]] = []
@@ -101,11 +113,14 @@ class _ShardTable:
         self.cells = {(cell.lens, cell.site): cell for cell in shard.cells}
         self._last: tuple[Place, Mapping[str, Array]] | None = None
 
+    def read(self, store: ArtifactStore, place: Place) -> Mapping[str, Array]:
+        """One cell's arrays."""
+        return read_table(store, "read", self.cells[place].read)
+
     def readouts(self, store: ArtifactStore, place: Place) -> Mapping[str, Array]:
-        """One cell's arrays in document order."""
+        """One cell's readouts in document order."""
         if self._last is None or self._last[0] != place:
-            table = read_table(store, "read", self.cells[place].read)
-            self._last = place, in_document_order(table, self.piece.rows)
+            self._last = place, in_document_order(self.read(store, place), self.piece.rows)
         return self._last[1]
 
 

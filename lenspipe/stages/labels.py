@@ -18,7 +18,7 @@ from lenspipe.models.facts import ModelFacts
 from lenspipe.recipe import Recipe
 from lenspipe.stages.work import NamedTokens
 from lenspipe.storage.arrays import Array
-from lenspipe.storage.dataset import object_array
+from lenspipe.storage.dataset import object_array, readout_dims
 from lenspipe.variables import BY_NAME, OFFSETS
 
 PACKAGES = ("lenspipe", "torch", "transformers", "tokenizers", "numpy", "zarr", "xarray")
@@ -66,10 +66,10 @@ def dimensions(
 
 
 def in_document_order(table: Mapping[str, Array], rows: Rows) -> dict[str, Array]:
-    """Put a cell's arrays, which stand in reading order, back into document order."""
-    ordered = {name: np.empty_like(values) for name, values in table.items()}
-    for name, values in table.items():
-        ordered[name][rows.reading_order] = values
+    """Put a cell's readouts, which stand in reading order, back into document order."""
+    ordered = {name: np.empty_like(values) for name, values in table.items() if name in BY_NAME}
+    for name, values in ordered.items():
+        values[rows.reading_order] = table[name]
     return ordered
 
 
@@ -126,6 +126,12 @@ def small_variables(
     for name in recipe.columns:
         placed[name] = (("document",), object_array([v for piece in pieces for v in piece.columns[name]]))
     return placed
+
+
+def placed_marginal(means: Sequence[Array], sizes: Mapping[str, int]) -> Placed:
+    """Lay out the marginals of all places, lens by lens."""
+    dims = readout_dims(BY_NAME["marginal"], sizes)
+    return {"marginal": (dims, np.stack(means).reshape([sizes[dim] for dim in dims]))}
 
 
 def attributes(recipe: Recipe, facts: ModelFacts, gate: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,10 +2,12 @@
 
 Rows are read in blocks as large as the memory budget allows, each block at every site with every lens before the next,
 so that the last layer's distribution is computed once a block. With stored residuals and while capturing, the blocks
-are the same and so are the numbers. Artifact per cell: a table with one array per readout variable, in reading order.
+are the same and so are the numbers. Artifact per cell: a table with one array per readout variable, in reading order,
+and what becomes one number for all rows: MARGINAL, the sum of the rows' probabilities and the number of these rows.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from torch import Tensor
 
 from lenspipe.errors import RequestError
 from lenspipe.grid import Site, previous_site
+from lenspipe.kernels import marginal
 from lenspipe.kernels import readout as kernel
 from lenspipe.kernels.head import Request
 from lenspipe.kernels.windows import Rows, TokenShard, select_rows
@@ -32,6 +35,7 @@ from lenspipe.storage.arrays import Array, open_residual, write_table
 from lenspipe.storage.artifacts import ArtifactStore
 from lenspipe.variables import AGAINST_FINAL, OFFSETS, variables_of
 
+MARGINAL = ("marginal_sum", "marginal_count")
 Blocks = Iterator[Mapping[Site, Tensor]]
 
 
@@ -159,7 +163,7 @@ def read_blocks(
         blocks: residuals of consecutive rows in reading order, per site.
 
     Returns:
-        Per (lens, site) name and variable, an array over all rows in reading order.
+        Per (lens, site) name: per variable, an array over all rows in reading order; and MARGINAL if it is asked for.
     """
     order = rows.reading_order
     device = unembed.head.weight_VD.device
@@ -169,7 +173,7 @@ def read_blocks(
         for name, ids in known.items()
         if name in request.measures
     }
-    readouts = {(lens, site.name): _empty(request, len(rows)) for lens, site in places}
+    readouts = {(lens, site.name): _empty(request, len(rows), unembed.head.vocab_size) for lens, site in places}
     mapped = {name: lens.to(device) for name, lens in lenses.items()}
     readers = [(mapped[name], site) for name, site in places]
     final = None
@@ -178,6 +182,9 @@ def read_blocks(
         there = [i for i, (lens, site) in enumerate(readers) if lens.kind == "logit" and site == last]
         readers += [] if there else [(LOGIT, last)]
         final = there[0] if there else len(places)
+    if counts := "marginal" in request.measures:
+        counted = torch.from_numpy(~rows.is_special[order]).to(device)
+        request = replace(request, measures=request.measures | {"logsumexp"})
     start = 0
     for block in blocks:
         stop = start + len(next(iter(block.values())))
@@ -187,7 +194,14 @@ def read_blocks(
         found |= _of_states(request, [site for _, site in readers], block, last_site(facts))
         for variable, values in found.items():
             for (name, site), read_out in zip(places, values.cpu().numpy(), strict=False):
-                readouts[name, site.name][variable][start:stop] = read_out
+                if variable in readouts[name, site.name]:
+                    readouts[name, site.name][variable][start:stop] = read_out
+        if counts:
+            n = len(places)
+            added = marginal.add_up(unembed.head, normed[:n], found["logsumexp"][:n], counted[start:stop])
+            for (name, site), *parts in zip(places, *(part.cpu().numpy() for part in added), strict=True):
+                for array, part in zip(MARGINAL, parts, strict=True):
+                    readouts[name, site.name][array] += part
         start = stop
     if start != len(rows):
         raise ValueError(f"{start} of {len(rows)} rows were read")
@@ -219,9 +233,18 @@ def _normed(unembed: Unembed, lens: Lens, site: Site, state: Tensor) -> Tensor:
     return unembed.normed(state)
 
 
-def _empty(request: Request, n_rows: int) -> dict[str, Array]:
+def mean_probability(tables: Iterable[Mapping[str, Array]]) -> Array:
+    """Put together the marginal of all tables of one place: float32 [V]; NaN where no row was counted."""
+    sums, counts = zip(*([table[name] for name in MARGINAL] for table in tables), strict=True)
+    with np.errstate(invalid="ignore"):
+        mean_V: Array = (np.sum(sums, axis=0) / np.sum(counts)).astype(np.float32)
+    return mean_V
+
+
+def _empty(request: Request, n_rows: int, n_vocab: int) -> dict[str, Array]:
     lengths = {"k": request.top_k, "tracked": len(request.tracked), "set": len(request.sets)}
-    return {
+    sums = (np.zeros(n_vocab), np.zeros(1, np.int64)) if "marginal" in request.measures else ()
+    return dict(zip(MARGINAL, sums, strict=False)) | {
         variable.name: np.empty((n_rows, *(lengths[dim] for dim in variable.dims[2:])), dtype=variable.dtype)
         for variable in variables_of(request.measures)
         if variable.is_readout
