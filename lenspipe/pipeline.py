@@ -12,6 +12,7 @@ from typing import Any
 
 from prefect import flow, task
 from prefect.artifacts import create_table_artifact
+from prefect.cache_policies import NO_CACHE
 
 from lenspipe.models.facts import read_facts
 from lenspipe.models.shared import shared_model
@@ -23,7 +24,7 @@ from lenspipe.stages.assemble import assemble
 from lenspipe.stages.capture import capture
 from lenspipe.stages.encode import encode
 from lenspipe.stages.read import load_lenses, read
-from lenspipe.stages.work import NamedTokens, sites_of
+from lenspipe.stages.work import NamedTokens, dataset_key, sites_of
 from lenspipe.storage.artifacts import ArtifactStore
 
 listener: Callable[[str, int], None] | None = None
@@ -55,14 +56,18 @@ class _Work:
             NamedTokens.from_dict(values["named"]),
         )
 
+    def make(self, stage: str, make: Callable[[], None]) -> None:
+        """Make what is missing of a stage, and wait for what other runs are making."""
+        self.store.until_whole([name for item in self.todo for name in item.artifacts(stage)], make)
+
 
 _OPTIONS: dict[str, Any] = {
     "task_run_name": "{title}",
     "retries": 2,
     "retry_delay_seconds": [1, 10],
     "retry_condition_fn": is_transient,
-    "persist_result": True,
-    "result_serializer": "json",
+    "cache_policy": NO_CACHE,  # the artifact store decides what is done
+    "persist_result": False,
 }
 
 
@@ -70,9 +75,9 @@ _OPTIONS: dict[str, Any] = {
 def encode_task(title: str, work: str) -> str:
     """Tokenize some shards."""
     told = _Work.of(work)
-    facts = read_facts(told.recipe)
+    facts, shards = read_facts(told.recipe), [item.shard for item in told.todo]
     tokenizer = load_tokenizer(facts.folder, told.recipe.model.trust_remote_code)
-    encode(told.store, told.recipe, facts, tokenizer, [item.shard for item in told.todo], _report("encode"))
+    told.make("encode", lambda: encode(told.store, told.recipe, facts, tokenizer, shards, _report("encode")))
     return title
 
 
@@ -81,8 +86,12 @@ def capture_task(title: str, work: str) -> str:
     """Capture some shards' residuals."""
     told = _Work.of(work)
     model = shared_model(told.recipe, read_facts(told.recipe))
-    for item in told.todo:
-        capture(told.store, told.recipe, model, item.shard, item.cells, _report("capture"))
+
+    def make() -> None:
+        for item in told.todo:
+            capture(told.store, told.recipe, model, item.shard, item.cells, _report("capture"))
+
+    told.make("capture", make)
     return title
 
 
@@ -91,9 +100,13 @@ def read_task(title: str, work: str) -> str:
     """Read some shards out, from stored residuals or while capturing."""
     told = _Work.of(work)
     model = shared_model(told.recipe, read_facts(told.recipe))
-    for item in told.todo:
-        stream = item.shard.index in told.stream
-        read(told.store, told.recipe, model, item.shard, item.cells, told.named, stream, _report("read"))
+
+    def make() -> None:
+        for item in told.todo:
+            stream = item.shard.index in told.stream
+            read(told.store, told.recipe, model, item.shard, item.cells, told.named, stream, _report("read"))
+
+    told.make("read", make)
     return title
 
 
@@ -104,7 +117,12 @@ def assemble_task(title: str, work: str) -> str:
     facts, shards = read_facts(told.recipe), [item.shard for item in told.todo]
     tokenizer = load_tokenizer(facts.folder, told.recipe.model.trust_remote_code)
     sites = tuple(dict.fromkeys(sites_of(shards[0].cells, facts)))
-    assemble(told.store, told.recipe, facts, tokenizer, sites, shards, told.named, _report("assemble"))
+    dataset = [("assemble", dataset_key(told.recipe, facts, shards))]
+
+    def make() -> None:
+        assemble(told.store, told.recipe, facts, tokenizer, sites, shards, told.named, _report("assemble"))
+
+    told.store.until_whole(dataset, make)
     return title
 
 
@@ -130,7 +148,7 @@ def lens_flow(name: str, recipe: dict[str, Any], base: str, handed: Handed) -> s
     captured = send.batches(capture_task, plan.capture)
     wait(captured, send.batches(read_task, plan.read, after=captured))
     if plan.assemble:
-        wait({0: send.one(assemble_task, "dataset", list(map(Todo, plan.shards)), [("assemble", plan.dataset)])})
+        wait({0: send.one(assemble_task, "dataset", list(map(Todo, plan.shards)))})
     return str(plan.dataset_path)
 
 

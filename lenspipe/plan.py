@@ -133,6 +133,10 @@ class Plan:
         per_document = 1 if positions == "last" else len(positions)
         return min(self.n_tokens(chosen), per_document * sum(s.stop - s.start for s in chosen))
 
+    def work(self) -> int:
+        """Cells times rows that are left to read: what most of the time goes with."""
+        return sum(self.n_rows([task.shard]) * len(task.cells) for task in self.read)
+
     def bytes_per_row(self) -> int:
         """Uncompressed size of one (layer, row)'s readouts."""
         sizes = {"k": self.recipe.read.top_k, "tracked": len(self.recipe.read.tracked)}
@@ -147,7 +151,7 @@ class Plan:
         """Estimate, uncompressed, of what is left to write."""
         width = (2 if self.facts.dtype == "float16" else 4) * self.facts.d_model
         captured = sum(self.n_rows([task.shard]) * len(task.cells) for task in self.capture) * width
-        read = sum(self.n_rows([task.shard]) * len(task.cells) for task in self.read) * self.bytes_per_row()
+        read = self.work() * self.bytes_per_row()
         cells = len(self.sites) * len(self.recipe.read.lens)
         dataset = self.n_rows() * cells * self.bytes_per_row() if self.assemble else 0
         if "marginal" in self.recipe.measures:

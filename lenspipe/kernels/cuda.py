@@ -33,7 +33,7 @@ _SUMS = {
 
 KNOWN = frozenset(_SUMS) | {
     "topk", "margin", "target_0", "target", "target_2", "target_3", "answer", "tracked", "final_top1",
-    "residual_norm", "cosine_final", "cosine_previous",
+    "residual_norm", "cosine_final", "cosine_previous", "marginal",
 }  # fmt: skip
 """Measures that are read here, or that are none of logits; where there is another, all are read the plain way."""
 

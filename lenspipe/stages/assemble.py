@@ -6,7 +6,6 @@ Artifact: `dataset.zarr`. Nothing is computed here: rows are put back into docum
 import json
 from collections.abc import Callable, Mapping, Sequence
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,7 +34,6 @@ from lenspipe.stages.work import (
     ShardWork,
     dataset_inputs,
     dataset_key,
-    dataset_path,
 )
 from lenspipe.storage.arrays import Array, read_table
 from lenspipe.storage.artifacts import ArtifactStore
@@ -52,8 +50,8 @@ def assemble(
     shards: Sequence[ShardWork],
     named: NamedTokens,
     report: Callable[[int], None],
-) -> Path:
-    """Write and publish the dataset; returns its path.
+) -> None:
+    """Write and publish the dataset, unless it is there or another run is writing it.
 
     Args:
         store, recipe, facts, tokenizer: of the run.
@@ -66,8 +64,22 @@ def assemble(
         DamagedArtifactError: a cell is absent or damaged.
     """
     key = dataset_key(recipe, facts, shards)
-    if store.is_whole("assemble", key):
-        return dataset_path(store, key)
+    with store.claim("assemble", [key]) as mine:
+        if mine:
+            _assemble(store, recipe, facts, tokenizer, sites, shards, named, key, report)
+
+
+def _assemble(
+    store: ArtifactStore,
+    recipe: Recipe,
+    facts: ModelFacts,
+    tokenizer: Tokenizer,
+    sites: Sequence[Site],
+    shards: Sequence[ShardWork],
+    named: NamedTokens,
+    key: str,
+    report: Callable[[int], None],
+) -> None:
     tables = [_ShardTable(store, recipe, shard) for shard in shards]
     pieces = [table.piece for table in tables]
     starts = np.concatenate([[0], np.cumsum([len(piece.rows) for piece in pieces])])
@@ -100,7 +112,6 @@ def assemble(
             report(stop - start)
         writer.finish()
         draft.attributes.update(rows=sizes["token"], layers=sizes["layer"], documents=sizes["document"])
-    return dataset_path(store, key)
 
 
 class _ShardTable:

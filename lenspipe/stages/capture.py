@@ -36,16 +36,27 @@ def capture(
     Args:
         store, recipe, model: of the run.
         shard: which documents.
-        cells: which of its cells; those already done are passed over.
+        cells: which of its cells; those that are done, or claimed by another run, are passed over.
         report: told the tokens of each batch.
 
     Raises:
         NonFiniteError: a state holds NaN or infinity; nothing of this shard is published.
         DamagedArtifactError: the shard's tokens are absent or damaged.
     """
-    cells = [cell for cell in cells if not store.is_whole("capture", cell.capture)]
-    if not cells:
-        return
+    with store.claim("capture", [cell.capture for cell in cells]) as keys:
+        mine = [cell for cell in cells if cell.capture in keys]
+        if mine:
+            _capture(store, recipe, model, shard, mine, report)
+
+
+def _capture(
+    store: ArtifactStore,
+    recipe: Recipe,
+    model: LensModel,
+    shard: ShardWork,
+    cells: Sequence[Cell],
+    report: Callable[[int], None],
+) -> None:
     sites = sites_of(cells, model.facts)
     tokens = load_tokens(store, shard.encode)
     rows = select_rows(tokens, recipe.capture.positions)

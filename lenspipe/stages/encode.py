@@ -36,7 +36,7 @@ def encode(
 
     Args:
         store, recipe, facts, tokenizer: of the run.
-        shards: in order; those already done are passed over.
+        shards: in order; those that are done, or claimed by another run, are passed over.
         report: told the tokens of each shard as it is done.
 
     Raises:
@@ -44,20 +44,31 @@ def encode(
     """
     documents = enumerate(read_documents(recipe))
     for shard in shards:
-        if store.is_whole("encode", shard.encode):
-            continue
-        wanted = list(islice((item for n, item in documents if n >= shard.start), shard.stop - shard.start))
-        digests = combine(d.content_digest for d in wanted), combine(d.column_digest for d in wanted)
-        if digests != (shard.contents, shard.columns):
-            raise RequestError("the corpus changed while it was being read: run again when its files are at rest")
-        tokens = encode_documents(wanted, recipe, resolved_max_length(recipe, facts), tokenizer)
-        inputs = encode_inputs(recipe, facts, shard.contents, shard.columns)
-        with store.publish("encode", shard.encode, inputs) as draft:
-            write_table(draft.folder, {f.name: getattr(tokens, f.name) for f in fields(TokenShard)})
-            kept = {name: [item.columns[name] for item in wanted] for name in recipe.columns}
-            (draft.folder / COLUMNS).write_text(json.dumps(kept), encoding="utf-8")
-            draft.attributes.update(documents=len(wanted), tokens=tokens.n_tokens, sequences=len(tokens.length))
-        report(tokens.n_tokens)
+        with store.claim("encode", [shard.encode]) as mine:
+            if mine:
+                wanted = list(islice((item for n, item in documents if n >= shard.start), shard.stop - shard.start))
+                report(_encode(store, recipe, facts, tokenizer, shard, wanted))
+
+
+def _encode(
+    store: ArtifactStore,
+    recipe: Recipe,
+    facts: ModelFacts,
+    tokenizer: Tokenizer,
+    shard: ShardWork,
+    wanted: Sequence[Document],
+) -> int:
+    digests = combine(d.content_digest for d in wanted), combine(d.column_digest for d in wanted)
+    if digests != (shard.contents, shard.columns):
+        raise RequestError("the corpus changed while it was being read: run again when its files are at rest")
+    tokens = encode_documents(wanted, recipe, resolved_max_length(recipe, facts), tokenizer)
+    inputs = encode_inputs(recipe, facts, shard.contents, shard.columns)
+    with store.publish("encode", shard.encode, inputs) as draft:
+        write_table(draft.folder, {f.name: getattr(tokens, f.name) for f in fields(TokenShard)})
+        kept = {name: [item.columns[name] for item in wanted] for name in recipe.columns}
+        (draft.folder / COLUMNS).write_text(json.dumps(kept), encoding="utf-8")
+        draft.attributes.update(documents=len(wanted), tokens=tokens.n_tokens, sequences=len(tokens.length))
+    return tokens.n_tokens
 
 
 def load_tokens(store: ArtifactStore, key: str) -> TokenShard:

@@ -20,6 +20,7 @@ from lenspipe.recipe import Parts, Recipe, lens_name
 from lenspipe.storage.artifacts import ArtifactStore
 from lenspipe.variables import AGAINST_FINAL
 
+STAGES = ("encode", "capture", "read", "assemble")
 VERSION = {"encode": 1, "capture": 1, "read": 2, "assemble": 2}
 """The version of each stage's numbers: raise one, and its results and all that rest on them are redone."""
 
@@ -205,6 +206,25 @@ def read_inputs(recipe: Recipe, capture: str, final: str | None, answers: str, l
         **({"sets": token_sets(recipe)} if read.token_sets else {}),
         "answers": {"texts": answers, "prefix": read.answer_prefix} if read.answer else None,
         **({} if read.precision == "model" else {"precision": read.precision}),
+    }
+
+
+def stage_inputs(recipe: Recipe, facts: ModelFacts) -> dict[str, dict[str, Any]]:
+    """All that decides each stage's results but the documents and the state that is read."""
+    tokens = token_inputs(recipe, facts, "")
+    encode = encode_inputs(recipe, facts, "", "") | tokens
+    capture = capture_inputs(recipe, facts, "", Site("resid_pre", 0))
+    read = read_inputs(recipe, "", "", "", "") | {"lens": lens_digests(recipe), "uncovered": recipe.read.uncovered}
+    own = {
+        "encode": {"columns": list(recipe.columns), "answer": encode["answer"]} | tokens,
+        "capture": capture,
+        "read": read,
+        "assemble": {"vocabulary": facts.tokenizer_digest, "columns": list(recipe.columns)},
+    }
+    of_a_shard = {"contents", "tokens", "state", "capture", "final", "answers"}
+    return {
+        stage: {"version": VERSION[stage]} | {name: own[stage][name] for name in own[stage] if name not in of_a_shard}
+        for stage in STAGES
     }
 
 

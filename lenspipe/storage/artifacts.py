@@ -2,16 +2,18 @@
 
 Layout: ROOT/STAGE/ab/abcdef.../ holds the payload and `manifest.json`, the artifact's account of itself: key, inputs,
 attributes, every payload file with its size and CRC-32C, and a CRC-32C of itself. An artifact is built in a draft
-folder beside its place and renamed there last. Records of an engine's own bookkeeping (`prefect-record*`) may lie
-beside the payload; they are not part of the artifact. This module knows neither stages nor models.
+folder of its owner (see owners), written through to the disk, and renamed to its place last. Nothing in it is a
+symbolic link.
+This module knows neither stages nor models.
 """
 
 import errno
 import json
 import os
 import shutil
+import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -21,11 +23,17 @@ from typing import Any
 import google_crc32c
 
 from lenspipe.errors import DamagedArtifactError, StoreError
+from lenspipe.storage.owners import is_leased, leases, owner_of
 
 MANIFEST = "manifest.json"
-RECORD = "prefect-record"
 CHECKSUM = "crc32c"
 FORMAT = 1
+PAUSE = 0.5
+"""Seconds between two looks at what another process is making."""
+
+MOST_ATTEMPTS = 10
+"""How often work is begun that other processes had claimed and left, before something must be wrong."""
+
 _WRITING = {
     errno.ENOSPC,
     errno.EDQUOT,
@@ -81,7 +89,7 @@ class ArtifactStore:
             if values["format"] != FORMAT or values["stage"] != stage or values["key"] != key:
                 return None
             return Manifest(stage, key, values["inputs"], values["attributes"], files, values["created"])
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
             return None
 
     def is_whole(self, stage: str, key: str) -> bool:
@@ -124,9 +132,16 @@ class ArtifactStore:
         if not folder.exists():
             return DamagedArtifactError(f"{stage} artifact {key[:12]} is not in {self.root}: run again to redo it")
         aside = self.root / "damaged" / f"{stage}-{key}-{uuid.uuid4().hex[:8]}"
-        aside.parent.mkdir(parents=True, exist_ok=True)
-        with suppress(FileNotFoundError):  # another run was quicker
-            folder.rename(aside)
+        try:
+            aside.parent.mkdir(parents=True, exist_ok=True)
+            with suppress(FileNotFoundError):  # another run was quicker
+                folder.rename(aside)
+        except OSError as error:
+            if error.errno not in _WRITING:
+                raise
+            return DamagedArtifactError(
+                f"{stage} artifact {key[:12]} is damaged and cannot be set aside ({error.strerror}): remove {folder}"
+            )
         return DamagedArtifactError(f"{stage} artifact {key[:12]} is damaged; set aside as {aside}, to be redone")
 
     @contextmanager
@@ -137,9 +152,10 @@ class ArtifactStore:
             StoreError: the folder cannot be written, or the disk is full.
         """
         target = self.path(stage, key)
-        draft = Draft(target.with_name(f"{key}.partial-{uuid.uuid4().hex}"), {})
+        draft = None
         try:
             try:
+                draft = Draft(owner_of(self.root).drafts / f"{stage}-{key}-{uuid.uuid4().hex[:8]}", {})
                 draft.folder.mkdir(parents=True)
                 yield draft
                 manifest = {
@@ -155,7 +171,8 @@ class ArtifactStore:
                 _sync_tree(draft.folder)
                 self._move(draft.folder, target, stage, key)
             finally:
-                shutil.rmtree(draft.folder, ignore_errors=True)
+                if draft:
+                    shutil.rmtree(draft.folder, ignore_errors=True)
         except OSError as error:
             if error.errno not in _WRITING:
                 raise
@@ -165,6 +182,7 @@ class ArtifactStore:
             ) from error
 
     def _move(self, draft: Path, target: Path, stage: str, key: str) -> None:
+        _make_folder(target.parent)
         try:
             draft.rename(target)
         except OSError:
@@ -174,6 +192,34 @@ class ArtifactStore:
                 self.set_aside(stage, key)
             draft.rename(target)
         _sync(target.parent)
+
+    @contextmanager
+    def claim(self, stage: str, keys: Sequence[str]) -> Iterator[list[str]]:
+        """Claim those of some artifacts that are not there and that nobody else is making; yields their keys."""
+        missing = [key for key in dict.fromkeys(keys) if not self.is_whole(stage, key)]
+        with leases(self.root, [f"{stage}-{key}" for key in missing]) as names:
+            mine = {name.removeprefix(f"{stage}-") for name in names}
+            yield [key for key in missing if key in mine and not self.is_whole(stage, key)]
+
+    def until_whole(self, artifacts: Sequence[tuple[str, str]], make: Callable[[], None]) -> None:
+        """Make artifacts, (stage, key), and wait for those that another process is making, until all are there.
+
+        Args:
+            artifacts: what is to be there.
+            make: makes what is missing and can be claimed; called again when another's claim has ended without result.
+
+        Raises:
+            DamagedArtifactError: an artifact was made again and again and is not there.
+        """
+        for _ in range(MOST_ATTEMPTS):
+            make()
+            while missing := [name for name in artifacts if not self.is_whole(*name)]:
+                if not all(is_leased(self.root, "-".join(name)) for name in missing):
+                    break
+                time.sleep(PAUSE)
+            else:
+                return
+        raise self.set_aside(*missing[0])
 
     def require_writable(self) -> None:
         """Make sure that artifacts can be written here.
@@ -216,7 +262,9 @@ def _sizes(folder: Path) -> dict[str, int]:
                 name = inner + entry.name
                 if entry.is_dir(follow_symlinks=False):
                     waiting.append(f"{name}/")
-                elif name != MANIFEST and not name.startswith(RECORD):
+                elif name != MANIFEST:
+                    if entry.is_symlink():
+                        raise OSError(errno.ELOOP, "an artifact holds no symbolic links", entry.path)
                     found[name] = entry.stat().st_size
     return found
 
@@ -245,6 +293,36 @@ def _crc(path: Path) -> str:
         while block := file.read(2**20):
             checksum.update(block)
     return str(checksum.hexdigest().decode())
+
+
+def write_through(path: Path, text: str) -> None:
+    """Write a small file so that it is there in whole or as it was before, and is on the disk.
+
+    Raises:
+        StoreError: it cannot be written.
+    """
+    new = path.with_name(f".{path.name}-{uuid.uuid4().hex[:8]}")
+    try:
+        _make_folder(path.parent)
+        try:
+            new.write_text(text, encoding="utf-8")
+            _sync(new)
+            new.rename(path)
+            _sync(path.parent)
+        finally:
+            new.unlink(missing_ok=True)
+    except OSError as error:
+        if error.errno not in _WRITING:
+            raise
+        raise StoreError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def _make_folder(folder: Path) -> None:
+    """Make a folder and those above it, written through to the disk."""
+    if not folder.is_dir():
+        _make_folder(folder.parent)
+        folder.mkdir(exist_ok=True)
+        _sync(folder.parent)
 
 
 def _sync(path: Path) -> None:

@@ -13,7 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lenspipe.errors import DamagedArtifactError, StoreError
+from lenspipe.storage import artifacts
 from lenspipe.storage.artifacts import MANIFEST, ArtifactStore
+from lenspipe.storage.owners import owner_of
 
 settings.register_profile("untimed", settings.default, deadline=None)
 settings.load_profile("untimed")
@@ -39,6 +41,11 @@ def publish(store, key=KEY, payload=PAYLOAD, **attributes):
 
 def files_under(folder):
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+
+
+def assert_no_draft(store):
+    assert [name for name in files_under(store.root) if not name.startswith("owners/")] == []
+    assert list(owner_of(store.root).drafts.iterdir()) == []
 
 
 @pytest.fixture
@@ -124,21 +131,20 @@ def test_an_error_while_building_leaves_nothing(store, error):
     with pytest.raises(error, match="in the middle"):
         build()
     assert store.missing_or_damaged("encode", KEY) == "missing"
-    assert files_under(store.root) == []
-    assert list((store.root / "encode" / "ab").iterdir()) == []
+    assert_no_draft(store)
 
 
 def test_an_attribute_that_json_cannot_hold_leaves_nothing(store):
     with pytest.raises(ValueError, match="JSON compliant"):
         publish(store, rows=float("nan"))
-    assert files_under(store.root) == []
+    assert_no_draft(store)
 
 
 def test_nothing_is_under_the_key_while_it_is_built(store):
     with store.publish("encode", KEY, INPUTS) as draft:
         fill(draft, PAYLOAD)
         assert store.missing_or_damaged("encode", KEY) == "missing"
-        assert draft.folder.parent == store.path("encode", KEY).parent
+        assert draft.folder.parent == owner_of(store.root).drafts
     assert store.is_whole("encode", KEY)
     assert not draft.folder.exists()
 
@@ -272,21 +278,42 @@ def test_damaged_artifacts_of_one_key_are_kept_side_by_side(store):
         assert len(list((store.root / "damaged").iterdir())) == n
 
 
-def test_records_of_the_engine_are_no_part_of_the_artifact(published):
-    folder = published.path("encode", KEY)
-    (folder / "prefect-record").write_bytes(b"{}")
-    (folder / "prefect-record.lock").write_bytes(b"")
-    assert published.is_whole("encode", KEY)
-    assert published.open("encode", KEY, checked="")[1].files.keys() == PAYLOAD.keys()
+@pytest.mark.parametrize("name", ["a.bin", "extra", "deep/er"])
+def test_an_artifact_holds_no_symbolic_links(published, tmp_path, name):
+    (tmp_path / "outside").write_bytes(PAYLOAD["a.bin"])
+    link = published.path("encode", KEY) / name
+    if link.is_dir():
+        shutil.move(link, tmp_path / "moved")
+        link.symlink_to(tmp_path / "moved")
+    else:
+        link.unlink(missing_ok=True)
+        link.symlink_to(tmp_path / "outside")
+    assert not published.is_whole("encode", KEY)
+    with pytest.raises(DamagedArtifactError, match="set aside"):
+        published.open("encode", KEY)
+    assert (tmp_path / "outside").read_bytes() == PAYLOAD["a.bin"]
 
 
-def test_a_record_alone_is_no_artifact_and_does_not_stop_one(store):
-    folder = store.path("encode", KEY)
-    folder.mkdir(parents=True)
-    (folder / "prefect-record").write_bytes(b"{}")
-    assert not store.is_whole("encode", KEY)
+def test_everything_is_written_through_to_the_disk_before_an_artifact_appears(store, monkeypatch):
+    """In this order: all files and folders of the draft, the rename, the folders above."""
+    happened = []
+    real_sync, real_rename = artifacts._sync, Path.rename
+    monkeypatch.setattr(artifacts, "_sync", lambda path: (happened.append(("sync", Path(path))), real_sync(path)))
+
+    def rename(self, target):
+        happened.append(("rename", self))
+        return real_rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", rename)
     publish(store)
-    assert store.is_whole("encode", KEY)
+    moves = [i for i, (what, path) in enumerate(happened) if what == "rename" and path.name.startswith("encode-")]
+    (move,) = moves
+    draft = happened[move][1]
+    before, after = ({path for what, path in part if what == "sync"} for part in (happened[:move], happened[move:]))
+    inside = {draft / name for name in [*PAYLOAD, MANIFEST, "deep", "deep/er"]} | {draft}
+    assert inside <= before
+    assert {store.root, store.root / "encode"} <= before
+    assert store.path("encode", KEY).parent in after
 
 
 def test_a_folder_that_cannot_be_written_is_a_store_error(tmp_path):
@@ -333,4 +360,4 @@ def test_a_disk_that_is_full_gives_one_error_and_leaves_no_draft(tmp_path: Path)
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
     assert "cannot write the read artifact ab12" in done.stdout
     assert "finished before is safe" in done.stdout
-    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+    assert [path for path in tmp_path.rglob("*") if path.is_file() and path.parent.name != "owners"] == []
