@@ -4,9 +4,21 @@ Each message says what was asked, what was expected, what was found, and what to
 The command line turns a RequestError into exit status 2 and every other LenspipeError into 1.
 """
 
+import re
+
+_SECRET = re.compile(r"(?<=://)[^/@\s]+(?=@)|hf_[A-Za-z0-9]{20,}")
+
+
+def redacted(text: str) -> str:
+    """Take out what may be a secret: credentials in a URL, tokens of the hub."""
+    return _SECRET.sub("***", text)
+
 
 class LenspipeError(Exception):
-    """Base of all errors that lenspipe raises on purpose."""
+    """Base of all errors that lenspipe raises on purpose; its message holds no secrets."""
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(redacted(message))
 
 
 class RequestError(LenspipeError):

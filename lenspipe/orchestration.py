@@ -6,13 +6,16 @@ ours: a second account of what is done, which nobody verifies, could only disagr
 
 import errno
 import json
+import subprocess
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from prefect.futures import PrefectFuture
-from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
+from prefect.settings import PREFECT_API_URL, PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
 from prefect.task_runners import TaskRunner, ThreadPoolTaskRunner
 from prefect.tasks import Task
 
@@ -155,13 +158,15 @@ def task_runner(run: Run) -> TaskRunner[Any]:
 
 @contextmanager
 def one_flow_run() -> Iterator[None]:
-    """Spare a flow run the second that its heartbeat thread takes to end.
+    """Have a server, and spare a flow run the second that its heartbeat thread takes to end.
 
     Raises:
         LenspipeError: the Prefect server cannot be reached.
     """
     try:
         with temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}):
+            if PREFECT_API_URL.value() is None:
+                _start_private_server()
             yield
     except RuntimeError as error:
         if not str(error).startswith("Failed to reach API"):  # all by which Prefect tells it apart
@@ -170,3 +175,31 @@ def one_flow_run() -> Iterator[None]:
             f"the Prefect server cannot be reached ({error}): start it, or leave out run.api and PREFECT_API_URL to "
             "have a private one. Whatever was finished before is safe"
         ) from error
+
+
+def _start_private_server() -> None:
+    """Start the server that Prefect would start by itself, so that it ends with this process, however that ends."""
+    from prefect.server.api.server import SubprocessASGIServer  # noqa: PLC0415 -- takes seconds to import
+
+    server = SubprocessASGIServer()
+    if not server.running:
+        threading.Thread(target=_leash, args=(server,), name="lenspipe-leash", daemon=True).start()
+        server.start()
+
+
+def _leash(server: Any) -> None:
+    while server.server_process is None:
+        time.sleep(0.01)
+    # Its input ends when we do, even if we are killed.
+    _leashes.append(
+        subprocess.Popen(  # noqa: S603 -- nothing in it is anybody's input
+            ["/bin/sh", "-c", 'read _; kill "$0"', str(server.server_process.pid)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+    )
+
+
+_leashes: list[subprocess.Popen[bytes]] = []

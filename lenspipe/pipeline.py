@@ -6,6 +6,7 @@ each stage finds the one before it in the artifact store, under its key.
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from prefect import flow, task
 from prefect.artifacts import create_table_artifact
 from prefect.cache_policies import NO_CACHE
 
+from lenspipe.history import recorded
 from lenspipe.models.facts import read_facts
 from lenspipe.models.shared import shared_model
 from lenspipe.models.tokenizer import load_tokenizer
@@ -157,5 +159,5 @@ def run_flow(plan: Plan) -> Path:
     recipe = plan.recipe
     name = f"{Path(recipe.model.source).name} on {Path((recipe.corpus.source or [str(recipe.corpus.hub)])[0]).name}"
     chosen = lens_flow.with_options(task_runner=task_runner(recipe.run))
-    with one_flow_run():
+    with one_flow_run(), nullcontext() if plan.is_done else recorded(plan):
         return Path(chosen(name, recipe.as_dict(), recipe.base, Handed(plan)))

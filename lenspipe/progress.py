@@ -2,6 +2,8 @@
 
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Self
 
 from rich.console import Console
@@ -47,6 +49,10 @@ class Progress:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Settle what has been shown; nothing moves any more."""
         self._finish()
         self._bars.stop()
 
@@ -89,3 +95,13 @@ class Progress:
             self._bars.update(self._tasks[stage], completed=done, total=done)
             if not self._live and not self._quiet:
                 print(f"{stage}: {done:,} {_UNITS[stage]}", file=sys.stderr)
+
+
+@contextmanager
+def counting(what: str, unit: str) -> Iterator[Callable[[int], None]]:
+    """Show a count that grows towards no known end; yields what tells it of more."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), TextColumn("{task.completed:,.0f} {task.fields[unit]}"), _Speed())
+    with RichProgress(*columns, console=console, disable=not console.is_terminal, transient=True) as shown:
+        task = shown.add_task(what, total=None, unit=unit)
+        yield lambda amount: shown.advance(task, amount)

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from lenspipe.errors import RequestError
+from lenspipe.errors import RequestError, redacted
 from lenspipe.variables import DEFAULT_MEASURES, MEASURES, VARIABLES, Measure
 
 _UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -242,8 +242,9 @@ class Recipe(_Group):
             raise RequestError(f"the path {name!r} cannot be found: {error}") from None
 
     def as_dict(self) -> dict[str, Any]:
-        """All groups as plain values, defaults filled in."""
-        return self.model_dump(mode="json")
+        """All groups as plain values, defaults filled in, without the credentials that a URL may hold."""
+        values: dict[str, Any] = self.model_dump(mode="json")
+        return values | {"run": {name: redacted(v) if isinstance(v, str) else v for name, v in values["run"].items()}}
 
 
 def load_recipe(path: Path | str, overrides: Sequence[str] = ()) -> Recipe:
@@ -265,8 +266,8 @@ def load_recipe(path: Path | str, overrides: Sequence[str] = ()) -> Recipe:
         raise RequestError(f"cannot read the recipe {path}: {error}") from None
     except tomllib.TOMLDecodeError as error:
         raise RequestError(f"{path} is not TOML: {error}") from None
-    for override in overrides:
-        _override(values, override)
+    for setting in overrides:
+        override(values, setting)
     return make_recipe(values, base=path.parent, origin=str(path))
 
 
@@ -287,11 +288,16 @@ def make_recipe(values: Mapping[str, Any], base: Path | str = ".", origin: str =
         raise RequestError(f"{origin} is not a valid recipe:\n{problems}") from None
 
 
-def _override(values: dict[str, Any], override: str) -> None:
-    name, equals, text = override.partition("=")
+def override(values: dict[str, Any], setting: str) -> None:
+    """Change one setting in plain values, such as `read.top_k=20`.
+
+    Raises:
+        RequestError: not of that form.
+    """
+    name, equals, text = setting.partition("=")
     *groups, field = name.strip().split(".")
     if not (equals and groups and field):
-        raise RequestError(f"--set {override!r}: write group.name=value, such as read.top_k=20")
+        raise RequestError(f"--set {setting!r}: write group.name=value, such as read.top_k=20")
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -299,7 +305,7 @@ def _override(values: dict[str, Any], override: str) -> None:
     for group in groups:
         values = values.setdefault(group, {})
         if not isinstance(values, dict):
-            raise RequestError(f"--set {override!r}: {group} is not a group of the recipe")
+            raise RequestError(f"--set {setting!r}: {group} is not a group of the recipe")
     values[field] = value
 
 

@@ -9,9 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from lenspipe.errors import DamagedArtifactError, RequestError, UnconvertedError
+from lenspipe.history import record_if_unknown
 from lenspipe.models.gguf import convert
 from lenspipe.plan import Plan, make_plan, require_room
 from lenspipe.recipe import Recipe
+from lenspipe.storage.owners import sweep
 
 ATTEMPTS = 3
 """How often a run goes back for an artifact that turned out damaged on the way."""
@@ -65,9 +67,12 @@ def run(
         on_plan(plan)
         if not plan.is_done:
             require_room(plan)
-        elif not _server(recipe):
-            return plan.dataset_path
+            sweep(recipe.store)
         else:
+            record_if_unknown(plan)
+        if plan.is_done and not _server(recipe):
+            return plan.dataset_path
+        if plan.is_done:
             say("recording a run with nothing to do on the Prefect server")
         _set_up_prefect(recipe)
         from lenspipe import pipeline  # noqa: PLC0415 -- imports Prefect, whose settings are read then, and torch

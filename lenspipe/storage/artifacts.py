@@ -102,6 +102,40 @@ class ArtifactStore:
         except OSError:
             return False
 
+    def is_damaged(self, stage: str, key: str, deep: bool = False) -> bool:
+        """Tell whether an artifact is there and not what was written: by names and sizes, or `deep` by every byte."""
+        manifest = self.manifest(stage, key)
+        if manifest is None or not self.is_whole(stage, key):
+            return self.path(stage, key).exists()
+        folder = self.path(stage, key)
+        return deep and any(_crc(folder / name) != crc for name, (_, crc) in manifest.files.items())
+
+    def keys(self, stage: str) -> Iterator[str]:
+        """List the keys of a stage's artifacts, whole or not."""
+        for folder in sorted(Path(self.root, stage).glob("[0-9a-f][0-9a-f]/*")):
+            if folder.name.startswith(folder.parent.name):
+                yield folder.name
+
+    def size(self, stage: str, key: str) -> int:
+        """Bytes of all files of an artifact, whole or not."""
+        files = self.path(stage, key).rglob("*")
+        return sum(path.lstat().st_size for path in files if path.is_symlink() or not path.is_dir())
+
+    def created(self, stage: str, key: str) -> datetime:
+        """When an artifact was published, or last changed where it does not say."""
+        manifest = self.manifest(stage, key)
+        if manifest:
+            with suppress(ValueError):
+                return datetime.fromisoformat(manifest.created)
+        return datetime.fromtimestamp(self.path(stage, key).lstat().st_mtime, UTC)
+
+    def remove(self, stage: str, key: str) -> None:
+        """Remove an artifact: it is gone in one step, and its bytes soon after."""
+        gone = owner_of(self.root).drafts / f"{stage}-{key}-{uuid.uuid4().hex[:8]}"
+        with suppress(FileNotFoundError):
+            self.path(stage, key).rename(gone)
+            shutil.rmtree(gone, ignore_errors=True)
+
     def missing_or_damaged(self, stage: str, key: str) -> str | None:
         """Classify an artifact: None if whole, "missing", or "damaged" (there, but not whole)."""
         if not self.path(stage, key).exists():

@@ -137,6 +137,16 @@ def leases(root: Path, names: Sequence[str]) -> Iterator[list[str]]:
                 _link(root, name, n).unlink(missing_ok=True)
 
 
+def held_leases(root: Path) -> list[str]:
+    """List the leases that other living owners hold."""
+    mine = _owners.get((root, os.getpid()))
+    found = {name.rpartition(".")[0] for name in _names(root / "leases")}
+    holders = {name: _holders(root, name)[-1:] for name in found}
+    return sorted(
+        n for n, last in holders.items() if last and not (mine and last == [mine.id]) and is_alive(root, *last)
+    )
+
+
 def is_leased(root: Path, name: str) -> bool:
     """Tell whether somebody who lives is making an artifact."""
     holders = _holders(root, name)

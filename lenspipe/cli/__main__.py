@@ -1,0 +1,5 @@
+"""The command line by `python -m lenspipe.cli`."""
+
+from lenspipe.cli import main
+
+main()

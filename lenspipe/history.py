@@ -1,0 +1,217 @@
+"""History: the runs that a store has seen: what each was asked, what it rests on, how it ended.
+
+Layout: ROOT/runs/ID/record.json, and keys.json beside it with the keys of all that the run needs. A record is written
+when work begins and again when it ends; of a run that was killed, the first stays, and its owner is dead.
+This module computes nothing of a run's results.
+"""
+
+import json
+import os
+import platform
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Literal
+
+from lenspipe.errors import RequestError, StoreError
+from lenspipe.plan import Plan
+from lenspipe.stages.work import STAGES, stage_inputs
+from lenspipe.storage.artifacts import ArtifactStore, write_through
+from lenspipe.storage.owners import is_alive, is_leased, owner_of
+
+RECORD, KEYS = "record.json", "keys.json"
+REMOVAL = "removal"
+"""Lease of whoever removes artifacts; no run begins under it."""
+PACKAGES = ("lenspipe", "torch", "transformers", "tokenizers", "numpy", "numba", "zarr", "xarray", "prefect")
+
+State = Literal["running", "killed", "stopped", "failed", "finished"]
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One run.
+
+    Attributes:
+        id: its name in the store.
+        state: as written; `state_of` tells a running one from one that was killed.
+        owner: of the process that began it.
+        started, ended: ISO 8601, UTC; ended is empty until it does.
+        recipe, base: what was asked, and the folder that its paths start from.
+        inputs: per stage, all that decides its results but the documents.
+        corpus: digest of the documents' texts.
+        documents, shards, rows: how many; rows may be an estimate.
+        sites: names, in order of depth.
+        todo: per stage, artifacts that were to be made.
+        work: cells times rows that were to be read.
+        dataset: its key.
+        environment: versions of packages, and of the machine.
+        error: what it failed with.
+    """
+
+    id: str
+    state: State
+    owner: str
+    started: str
+    ended: str
+    recipe: dict[str, Any]
+    base: str
+    inputs: dict[str, dict[str, Any]]
+    corpus: str
+    documents: int
+    shards: int
+    rows: int
+    sites: list[str]
+    todo: dict[str, int]
+    work: int
+    dataset: str
+    environment: dict[str, str]
+    error: str = ""
+
+    @property
+    def seconds(self) -> float:
+        """How long it took, or has taken so far."""
+        end = datetime.fromisoformat(self.ended) if self.ended else datetime.now(UTC)
+        return (end - datetime.fromisoformat(self.started)).total_seconds()
+
+    @property
+    def title(self) -> str:
+        """The model and the corpus, in short."""
+        corpus = self.recipe["corpus"]
+        source = (corpus.get("source") or [str(corpus.get("hub"))])[0]
+        return f"{Path(self.recipe['model']['source']).name} on {Path(source).name}"
+
+
+@contextmanager
+def recorded(plan: Plan) -> Iterator[None]:
+    """Record a run while its block carries it out."""
+    record = _begin(plan)
+    try:
+        yield
+    except KeyboardInterrupt:
+        _end(plan, record, "stopped")
+        raise
+    except BaseException as error:
+        _end(plan, record, "failed", f"{type(error).__name__}: {error}")
+        raise
+    _end(plan, record, "finished")
+
+
+def record_if_unknown(plan: Plan) -> None:
+    """Record a run that found everything done, if no run of the store is recorded that needs the same."""
+    if not any(record.dataset == plan.dataset for record in records(plan.recipe.store)):
+        with suppress(StoreError, OSError):  # a store that is read-only
+            _end(plan, _begin(plan), "finished")
+
+
+def _begin(plan: Plan) -> Record:
+    now, root = datetime.now(UTC), plan.recipe.store
+    record = Record(
+        id=f"{now:%Y%m%d-%H%M%S}-{uuid.uuid4().hex[:4]}",
+        state="running",
+        owner=owner_of(root).id,
+        started=now.isoformat(timespec="seconds"),
+        ended="",
+        recipe=plan.recipe.as_dict(),
+        base=plan.recipe.base,
+        inputs=stage_inputs(plan.recipe, plan.facts),
+        corpus=plan.corpus,
+        documents=plan.shards[-1].stop,
+        shards=len(plan.shards),
+        rows=plan.n_rows(),
+        sites=[site.name for site in plan.sites],
+        todo={stage: todo for stage, _, todo in plan.counts()},
+        work=plan.work(),
+        dataset=plan.dataset,
+        environment=environment(),
+    )
+    write_through(_folder(root, record.id) / KEYS, json.dumps(_keys(plan)))
+    _write(root, record)
+    while is_leased(root, REMOVAL):  # what it removes is what no run needed that had begun before
+        time.sleep(0.2)
+    return record
+
+
+def _end(plan: Plan, record: Record, state: State, error: str = "") -> None:
+    ended = datetime.now(UTC).isoformat(timespec="seconds")
+    made = ArtifactStore(plan.recipe.store).manifest("assemble", plan.dataset)
+    rows = made.attributes["rows"] if made else record.rows
+    with suppress(StoreError):  # a disk that is full; the run itself says so
+        _write(plan.recipe.store, replace(record, state=state, ended=ended, rows=rows, error=error))
+
+
+def _write(root: Path, record: Record) -> None:
+    write_through(_folder(root, record.id) / RECORD, json.dumps(asdict(record), indent=1))
+
+
+def _folder(root: Path, name: str) -> Path:
+    return root / "runs" / name
+
+
+def _keys(plan: Plan) -> dict[str, Any]:
+    cells = [cell for shard in plan.shards for cell in (*shard.cells, *shard.beside)]
+    return {
+        "contents": [shard.contents for shard in plan.shards],
+        "encode": [shard.encode for shard in plan.shards],
+        "capture": sorted({cell.capture for cell in cells}),
+        "read": [cell.read for shard in plan.shards for cell in shard.cells],
+        "assemble": [plan.dataset],
+    }
+
+
+def environment() -> dict[str, str]:
+    """Name what may matter to a number, or to how long it took."""
+    found = {"python": platform.python_version(), "machine": platform.machine(), "system": platform.system()}
+    for package in PACKAGES:
+        with suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found | {"cores": str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())}
+
+
+def records(root: Path) -> list[Record]:
+    """List the runs of a store, the latest last; what cannot be read as a record is passed over."""
+    found = []
+    for path in sorted((root / "runs").glob(f"*/{RECORD}")):
+        with suppress(OSError, ValueError, TypeError, RecursionError):
+            values = json.loads(path.read_text(encoding="utf-8"))
+            record = Record(**values)
+            if record.id == path.parent.name and datetime.fromisoformat(record.started).tzinfo:
+                found.append(record)
+    return sorted(found, key=lambda record: (record.started, record.id))
+
+
+def find(root: Path, name: str) -> Record:
+    """Find a run by its id or the beginning of it, or `last`.
+
+    Raises:
+        RequestError: none, or several.
+    """
+    known = records(root)
+    found = known[-1:] if name == "last" else [record for record in known if record.id.startswith(name)]
+    if len(found) != 1:
+        ids = ", ".join(record.id for record in (found or known)[-5:]) or "none"
+        raise RequestError(f"{len(found) or 'no'} runs of {root} begin with {name!r}; known are {ids}")
+    return found[0]
+
+
+def keys_of(root: Path, record: Record) -> Mapping[str, list[str]]:
+    """Read the keys of all that a run needs: stage -> keys; and `contents`, digests of its shards' texts.
+
+    Raises:
+        StoreError: they cannot be read.
+    """
+    path = _folder(root, record.id) / KEYS
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return {name: [str(key) for key in found[name]] for name in ("contents", *STAGES)}
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise StoreError(f"cannot read {path}: {error}") from None
+
+
+def state_of(root: Path, record: Record) -> State:
+    """How a run stands now."""
+    return "killed" if record.state == "running" and not is_alive(root, record.owner) else record.state
