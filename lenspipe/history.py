@@ -212,6 +212,15 @@ def keys_of(root: Path, record: Record) -> Mapping[str, list[str]]:
         raise StoreError(f"cannot read {path}: {error}") from None
 
 
+def seconds_expected(plan: Plan) -> tuple[float, str] | None:
+    """Estimate how long a plan takes from the latest finished run that read the same model's states; with its id."""
+    model = stage_inputs(plan.recipe, plan.facts)["capture"]["model"]
+    for record in reversed(records(plan.recipe.store)):
+        if record.state == "finished" and record.work and record.inputs.get("capture", {}).get("model") == model:
+            return plan.work() * record.seconds / record.work, record.id
+    return None
+
+
 def state_of(root: Path, record: Record) -> State:
     """How a run stands now."""
     return "killed" if record.state == "running" and not is_alive(root, record.owner) else record.state

@@ -140,6 +140,7 @@ def lens_flow(name: str, recipe: dict[str, Any], base: str, handed: Handed) -> s
     if plan.is_done:
         return str(plan.dataset_path)
     require_room(plan)
+    ArtifactStore(plan.recipe.store).require_writable()
     tokenizer = load_tokenizer(plan.facts.folder, plan.recipe.model.trust_remote_code)
     named = NamedTokens.find(plan.recipe, lambda token: tokenizer.single(token, plan.facts.vocab_size))
     if plan.read:

@@ -3,7 +3,7 @@
 Planning reads the corpus's text and the checkpoint's files, tokenizes nothing, loads no model and imports no torch.
 """
 
-import shutil
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -236,18 +236,28 @@ def make_plan(recipe: Recipe) -> Plan:
 
 
 def require_room(plan: Plan) -> None:
-    """Make sure that the store can be written and has room for what is left to do.
+    """Make sure that the store has room for what is left to do; writes nothing.
 
     Raises:
-        StoreError: it cannot, or has not.
+        RequestError: it is more than run.max_bytes.
+        StoreError: the store has no room.
     """
-    store = ArtifactStore(plan.recipe.store)
-    store.require_writable()
-    needed, free = plan.bytes_to_write(), shutil.disk_usage(store.root).free
+    root, most = plan.recipe.store, plan.recipe.run.max_bytes
+    needed, files = plan.bytes_to_write(), plan.files_to_write()
+    less = 'choose fewer layers, measures or documents, or set capture.residuals to "stream"'
+    if most is not None and needed > most:
+        raise RequestError(f"the run may write {needed:,} bytes, and run.max_bytes is {most:,}: allow more, or {less}")
+    disk = os.statvfs(next(folder for folder in (root, *root.parents) if folder.is_dir()))
+    free = disk.f_bavail * disk.f_frsize
     if needed > free:
         raise StoreError(
-            f"the run needs about {needed / 2**30:.1f} GiB under {store.root}, and {free / 2**30:.1f} GiB are free: "
-            'make room, choose fewer layers, or set capture.residuals to "stream"'
+            f"the run needs about {needed / 2**30:.1f} GiB under {root}, and {free / 2**30:.1f} GiB are free: "
+            f"make room, or {less}"
+        )
+    if disk.f_files and files > disk.f_favail:  # some file systems count none
+        raise StoreError(
+            f"the run needs about {files:,} files under {root}, and the file system has room for "
+            f"{disk.f_favail:,}: choose a larger run.shard_size before the corpus is first cut, or {less}"
         )
 
 

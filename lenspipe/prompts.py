@@ -21,7 +21,7 @@ from lenspipe.recipe import Recipe, make_recipe
 from lenspipe.stages.capture import captured_batches
 from lenspipe.stages.encode import encode_documents, token_shard
 from lenspipe.stages.labels import Piece, attributes, dimensions, in_document_order, placed_marginal, small_variables
-from lenspipe.stages.read import load_lenses, mean_probability, read_blocks, regroup, request_of
+from lenspipe.stages.read import load_lenses, mean_probability, read_blocks, refuse_broken, regroup, request_of
 from lenspipe.stages.work import NamedTokens, Place, sites_beside
 from lenspipe.storage.arrays import Array
 from lenspipe.storage.dataset import in_memory, readout_dims
@@ -163,6 +163,7 @@ def _read(
     request = request_of(recipe, named)
     places = [(name, site) for name in lenses for site in sites]
     readouts = read_blocks(unembed, facts, shard, rows, request, lenses, places, blocks)
+    refuse_broken(readouts, (0, shard.n_documents), facts)
     piece = Piece(0, shard.n_documents, shard, rows, {})
     sizes = dimensions(recipe, list(lenses), sites, [piece], facts.vocab_size, named)
     vocabulary = (
@@ -171,7 +172,7 @@ def _read(
     small = small_variables(recipe, list(lenses), sites, [piece], vocabulary, named)
     if "marginal" in recipe.measures:
         small |= placed_marginal([mean_probability([table]) for table in readouts.values()], sizes)
-    ds = in_memory(small, attributes(recipe, facts, model.gate.as_dict()))
+    ds = in_memory(small, attributes(recipe, facts, model.gate.as_dict(), {}))
     return indexed(ds.assign(_stacked(recipe, readouts, piece, sizes)))
 
 

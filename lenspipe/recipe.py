@@ -29,10 +29,10 @@ def _bytes(value: Any) -> Any:
         return value
     found = re.fullmatch(r"([0-9.]+)\s*([A-Za-z]*)", value.strip())
     if not found or found[2] not in _UNITS or found[1].count(".") > 1 or found[1] == ".":
-        raise ValueError(f"{value!r} is no amount of memory: write bytes, or a number with KiB, MiB or GiB")
+        raise ValueError(f"{value!r} is no amount of bytes: write a number, or a number with KiB, MiB or GiB")
     amount = float(found[1]) * _UNITS[found[2]]
     if amount > 2**60:
-        raise ValueError(f"{value[:20]!r} ... is more memory than there is")
+        raise ValueError(f"{value[:20]!r} ... is more than there is")
     return int(amount)
 
 
@@ -134,6 +134,10 @@ class Capture(_Group):
     residuals: Literal["keep", "stream"] = Field(
         "keep", description="store the residuals, so that a later change of [read] needs no forward pass, or not"
     )
+    nonfinite: Literal["refuse", "keep"] = Field(
+        "refuse",
+        description="states and logits with NaN or infinity: refuse the run, or keep and count them, readouts missing",
+    )
 
     @model_validator(mode="after")
     def _not_empty(self) -> Self:
@@ -191,6 +195,9 @@ class Run(_Group):
     store: str = Field("lenspipe-store", description="folder of the artifacts")
     shard_size: int = Field(200_000, ge=1, description="characters of text in a typical shard, when first cut")
     batch_tokens: int = Field(4096, ge=1, description="tokens, padding included, in one forward pass")
+    max_bytes: Annotated[int | None, BeforeValidator(_bytes)] = Field(
+        None, ge=1, description='bytes that a run may write at most, by the plan\'s estimate, as 500 or "20 GiB"'
+    )
     memory: Annotated[int, BeforeValidator(_bytes)] = Field(
         2**30, ge=2**20, description="bytes that the readout may use for logits, beside the weights"
     )

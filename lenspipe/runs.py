@@ -10,9 +10,11 @@ from pathlib import Path
 
 from lenspipe.errors import DamagedArtifactError, RequestError, UnconvertedError
 from lenspipe.history import record_if_unknown
+from lenspipe.models.digests import cache_folder
 from lenspipe.models.gguf import convert
 from lenspipe.plan import Plan, make_plan, require_room
 from lenspipe.recipe import Recipe
+from lenspipe.storage.artifacts import ArtifactStore
 from lenspipe.storage.owners import sweep
 
 ATTEMPTS = 3
@@ -67,6 +69,7 @@ def run(
         on_plan(plan)
         if not plan.is_done:
             require_room(plan)
+            ArtifactStore(recipe.store).require_writable()
             sweep(recipe.store)
         else:
             record_if_unknown(plan)
@@ -102,6 +105,7 @@ def _set_up_prefect(recipe: Recipe) -> None:
     if server := _server(recipe):
         os.environ["PREFECT_API_URL"] = server
     elif not imported:
-        os.environ["PREFECT_HOME"] = str(recipe.store / "prefect")
+        # Not in the store: its disk may be full, a share across a network, or in use by another run's server.
+        os.environ["PREFECT_HOME"] = str(cache_folder() / "prefect")
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)

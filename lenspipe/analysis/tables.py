@@ -1,7 +1,7 @@
 """Tables: a dataset in a few numbers a layer.
 
-Means leave out special tokens and missing targets. They are means of documents' means, so that a long document counts
-no more than a short one, and standard errors are over documents.
+Means leave out special tokens, missing targets, and rows whose logits are not finite at some layer. They are means of
+documents' means, so that a long document counts no more than a short one, and standard errors are over documents.
 """
 
 import numpy as np
@@ -32,9 +32,11 @@ def layer_table(ds: xr.Dataset) -> pd.DataFrame:
             columns["log_prob"] = _by_document(ds["target_logit"].values - ds["logsumexp"].values, valid, document)
     for name in ("entropy", "kl_final"):
         if name in ds:
-            columns[name] = _by_document(ds[name].values, plain, document)
+            values = ds[name].values
+            columns[name] = _by_document(values, plain & np.isfinite(values).all(axis=0), document)
     if "answer_rank" in ds:
         rank = _at_last_row(ds)
+        rank = rank[:, (rank >= 0).all(axis=0)]
         columns["answer_top1"] = (rank == 0).mean(axis=1)
         columns["answer_top10"] = (rank < 10).mean(axis=1)
         columns["answer_rank"] = np.median(rank, axis=1)
@@ -60,7 +62,9 @@ def emergence(ds: xr.Dataset, by: str, within: int = 1) -> pd.DataFrame:
         raise RequestError(f"no column {by!r} was kept; this dataset has {', '.join(kept) or 'none'}")
     shown = np.unique(ds["document"].values)
     groups = ds[by].values.astype(object)[shown]
-    hits = _at_last_row(ds) < within
+    rank = _at_last_row(ds)
+    finite = (rank >= 0).all(axis=0)
+    hits, groups = rank[:, finite] < within, groups[finite]
     found = {group: hits[:, groups == group].mean(axis=1) for group in sorted(set(groups))}
     return pd.DataFrame(found, index=pd.Index(ds["layer"].values, name="layer"))
 

@@ -1,5 +1,6 @@
 """Looking: commands that read finished datasets: show, plot."""
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -22,6 +23,8 @@ def show(
     sizes = ds.sizes
     print(f"{ds.attrs['model']}: {sizes['document']:,} documents, {sizes['token']:,} tokens, {sizes['layer']} layers")
     print(f"identity gate: logits differ by {gate['difference']:.1e} of the largest (at most {gate['tolerance']:.0e})")
+    for place, n in json.loads(ds.attrs.get("nonfinite", "{}")).items():
+        print(f"{n:,} rows have logits that are not finite at {place}: they are left out below, at all layers")
     formats = {"top1": ".1%", "answer_top1": ".1%", "answer_top10": ".1%", "rank": ".0f", "answer_rank": ".0f"}
     for part in lenses_of(ds):
         if "lens" in ds.dims:

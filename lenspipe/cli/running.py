@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lenspipe.cli.frame import RecipeFile, Settings, app, say
-from lenspipe.cli.tables import lenses_of, print_frame, show, table
-from lenspipe.errors import RequestError
+from lenspipe.cli.tables import lenses_of, print_frame, show, span, table
+from lenspipe.errors import LenspipeError, RequestError
 
 if TYPE_CHECKING:
     from lenspipe.plan import Plan
@@ -17,11 +17,15 @@ if TYPE_CHECKING:
 @app.command()
 def plan(recipe: RecipeFile, settings: Settings = None) -> None:
     """Say what a recipe needs, what of it exists, and what would be done. Loads no model."""
-    from lenspipe.plan import make_plan  # noqa: PLC0415
+    from lenspipe.plan import make_plan, require_room  # noqa: PLC0415
     from lenspipe.recipe import load_recipe  # noqa: PLC0415
 
     found = make_plan(load_recipe(recipe, settings or ()))
     _print_plan(found, stderr=False)
+    try:
+        require_room(found)
+    except LenspipeError as error:
+        print(f"would be refused: {error}")
 
 
 @app.command()
@@ -107,6 +111,8 @@ def validate_lens_command(
 
 
 def _print_plan(found: "Plan", stderr: bool) -> None:
+    from lenspipe.history import seconds_expected  # noqa: PLC0415
+
     rows = table(("stage", "left"), ("artifacts", "right"), ("reused", "right"), ("to do", "right"))
     for stage, total, todo in found.counts():
         rows.add_row(stage, f"{total:,}", f"{total - todo:,}", f"{todo:,}")
@@ -124,6 +130,8 @@ def _print_plan(found: "Plan", stderr: bool) -> None:
         model = "" if found.loads_model else "; no model needed"
         size = found.bytes_to_write() / 2**20
         write(f"to write: at most about {size:,.1f} MiB in {found.files_to_write():,} files{model}")
+        if found.read and (expected := seconds_expected(found)):
+            write(f"to take: about {span(expected[0])}, at the speed of run {expected[1]}")
     for name in found.damaged:
         if not stderr:
             write(f"artifact {name} is damaged and would be redone")

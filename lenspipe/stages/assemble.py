@@ -4,6 +4,7 @@ Artifact: `dataset.zarr`. Nothing is computed here: rows are put back into docum
 """
 
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from typing import Any
@@ -92,13 +93,13 @@ def _assemble(
     readouts = [variable for variable in variables_of(recipe.measures) if variable.is_readout]
     with store.publish("assemble", key, dataset_inputs(recipe, facts, shards)) as draft:
         writer = DatasetWriter(draft.folder / DATASET, sizes)
-        gate = _worst_gate(store, shards)
+        gate, broken = _gate_and_broken(store, shards)
         small = small_variables(recipe, lenses, sites, pieces, tokenizer.strings(facts.vocab_size), named)
         if "marginal" in recipe.measures:
             places = [(lens, site.name) for lens in lenses for site in sites]
             means = [mean_probability(table.read(store, place) for table in tables) for place in places]
             small |= placed_marginal(means, sizes)
-        writer.create(small, readouts, attributes(recipe, facts, gate) | _provenance(shards, key))
+        writer.create(small, readouts, attributes(recipe, facts, gate, broken) | _provenance(shards, key))
         for (i, lens), (j, site), (start, stop) in product(enumerate(lenses), enumerate(sites), writer.token_blocks()):
             parts: list[Mapping[str, Array]] = []
             for n, table in enumerate(tables):
@@ -135,14 +136,16 @@ class _ShardTable:
         return self._last[1]
 
 
-def _worst_gate(store: ArtifactStore, shards: Sequence[ShardWork]) -> dict[str, Any]:
-    """The figures of the largest difference among the processes that computed the cells."""
-    figures = []
+def _gate_and_broken(store: ArtifactStore, shards: Sequence[ShardWork]) -> tuple[dict[str, Any], dict[str, int]]:
+    """The gate's largest figures among the processes that computed the cells; and how many rows are broken where."""
+    figures, broken = [], Counter[str]()
     for shard in shards:
         for cell in shard.cells:
             _, manifest = store.open("read", cell.read)
             figures.append(manifest.attributes["gate"])
-    return dict(max(figures, key=lambda found: (found["difference"], found["amplified_difference"])))
+            broken[f"{cell.lens} {cell.site}"] += manifest.attributes.get("broken", 0)
+    gate = dict(max(figures, key=lambda found: (found["difference"], found["amplified_difference"])))
+    return gate, {place: n for place, n in broken.items() if n}
 
 
 def _provenance(shards: Sequence[ShardWork], key: str) -> dict[str, Any]:

@@ -69,8 +69,10 @@ def _capture(
             attributes = {"site": site.name, "layer": site.layer, "model": model.facts.name, "dtype": model.facts.dtype}
             draft.attributes.update(attributes, gate=model.gate.as_dict(), rows=len(rows))
             writers[site] = ResidualWriter(draft.folder, rows.reading_order, model.facts.d_model, container, attributes)
+        keep = recipe.capture.nonfinite == "keep"
+        batches = captured_batches(model, tokens, rows, sites, recipe.run.batch_tokens, report, shard.start, keep)
         # The model runs on while a batch is compressed and written.
-        for batch in ahead(captured_batches(model, tokens, rows, sites, recipe.run.batch_tokens, report, shard.start)):
+        for batch in ahead(batches):
             for site, writer in writers.items():
                 writer.append(batch[site].to(torch.float16 if container == "float16" else torch.float32).cpu().numpy())
         for writer in writers.values():
@@ -85,10 +87,12 @@ def captured_batches(
     batch_tokens: int,
     report: Callable[[int], None],
     first_document: int = 0,
+    keep_nonfinite: bool = False,
 ) -> Iterator[dict[Site, Tensor]]:
     """Run the model over a shard and yield the kept rows of each batch, in reading order.
 
-    `first_document` is the number of the shard's first document in the corpus, for messages.
+    `first_document` is the number of the shard's first document in the corpus, for messages; `keep_nonfinite` lets
+    states with NaN or infinity pass.
 
     Yields:
         Per site, [rows, d_model] in the model's dtype, on its device.
@@ -111,15 +115,15 @@ def captured_batches(
         states = model.states(ids, mask, sites)
         at = torch.from_numpy(place[owner[done : done + count]]), torch.from_numpy(column[done : done + count])
         kept = {site: state[at[0].to(state.device), at[1].to(state.device)] for site, state in states.items()}
-        for site, state in kept.items():
+        for site, state in [] if keep_nonfinite else kept.items():
             finite = torch.isfinite(state).all(dim=1)
             if not finite.all():
                 row = rows.reading_order[done + int((~finite).nonzero()[0, 0])]
                 raise NonFiniteError(
                     f"{site.name} is not finite at position {rows.position[row]} of document "
                     f"{first_document + rows.document[row]} ({int((~finite).sum())} such rows in this batch, "
-                    f"{model.facts.dtype}): "
-                    "a wider model.dtype may help; remove the document otherwise"
+                    f"{model.facts.dtype}): a wider model.dtype may help; otherwise remove the document, or set "
+                    'capture.nonfinite = "keep"'
                 )
         done += count
         yield kept

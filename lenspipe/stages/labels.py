@@ -134,8 +134,8 @@ def placed_marginal(means: Sequence[Array], sizes: Mapping[str, int]) -> Placed:
     return {"marginal": (dims, np.stack(means).reshape([sizes[dim] for dim in dims]))}
 
 
-def attributes(recipe: Recipe, facts: ModelFacts, gate: Mapping[str, Any]) -> dict[str, Any]:
-    """Say of a dataset what it is, and what made it."""
+def attributes(recipe: Recipe, facts: ModelFacts, gate: Mapping[str, Any], broken: Mapping[str, int]) -> dict[str, Any]:
+    """Say of a dataset what it is, what made it, and how many rows are broken, by lens and site."""
     versions = {name: version(name) for name in PACKAGES} | {"python": platform.python_version()}
     return {
         "Conventions": "CF-1.11",
@@ -145,5 +145,6 @@ def attributes(recipe: Recipe, facts: ModelFacts, gate: Mapping[str, Any]) -> di
         "recipe": json.dumps(recipe.as_dict()),
         "digests": json.dumps({"model": facts.digest, "tokenizer": facts.tokenizer_digest}),
         "gate": json.dumps(gate),
+        "nonfinite": json.dumps(broken),
         "versions": json.dumps(versions),
     }

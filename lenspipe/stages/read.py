@@ -3,7 +3,8 @@
 Rows are read in blocks as large as the memory budget allows, each block at every site with every lens before the next,
 so that the last layer's distribution is computed once a block. With stored residuals and while capturing, the blocks
 are the same and so are the numbers. Artifact per cell: a table with one array per readout variable, in reading order,
-and what becomes one number for all rows: MARGINAL, the sum of the rows' probabilities and the number of these rows.
+and what becomes one number for all rows: BROKEN, how many have logits that are not finite, and MARGINAL, the sum of the
+rows' probabilities and the number of these rows.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lenspipe.errors import RequestError
+from lenspipe.errors import NonFiniteError, RequestError
 from lenspipe.grid import Site, previous_site
 from lenspipe.kernels import marginal
 from lenspipe.kernels import readout as kernel
@@ -35,6 +36,7 @@ from lenspipe.storage.arrays import Array, open_residual, write_table
 from lenspipe.storage.artifacts import ArtifactStore
 from lenspipe.variables import AGAINST_FINAL, OFFSETS, variables_of
 
+BROKEN = "broken_count"
 MARGINAL = ("marginal_sum", "marginal_count")
 Blocks = Iterator[Mapping[Site, Tensor]]
 
@@ -131,7 +133,8 @@ def _read(
     sites = sites_of(needed.values(), model.facts)
     lenses = load_lenses(recipe, model.facts, sites_of(cells, model.facts))
     if stream:
-        batches = captured_batches(model, tokens, rows, sites, recipe.run.batch_tokens, report, shard.start)
+        keep = recipe.capture.nonfinite == "keep"
+        batches = captured_batches(model, tokens, rows, sites, recipe.run.batch_tokens, report, shard.start, keep)
         # A GPU's model runs on while its states are read; a CPU has no cores to spare for that.
         blocks = regroup(batches if model.device.type == "cpu" else ahead(batches), height)
     else:
@@ -139,13 +142,20 @@ def _read(
     places = {(cell.lens, site): cell for cell, site in zip(cells, sites_of(cells, model.facts), strict=True)}
     unembed = model.unembed.at(recipe.read.precision)
     readouts = read_blocks(unembed, model.facts, tokens, rows, request, lenses, list(places), blocks)
+    if recipe.capture.nonfinite == "refuse":
+        refuse_broken(readouts, (shard.start, shard.stop), model.facts)
     digests, way = lens_digests(recipe), kernel.way(unembed.head, unembed.dtype)
     for cell in cells:
         inputs = read_inputs(recipe, cell.capture, shard.final, shard.answers, digests[cell.lens])
         with store.publish("read", cell.read, inputs) as draft:
             write_table(draft.folder, readouts[cell.lens, cell.site])
             draft.attributes.update(
-                site=cell.site, lens=cell.lens, rows=len(rows), gate=model.gate.as_dict(), kernel=way
+                site=cell.site,
+                lens=cell.lens,
+                rows=len(rows),
+                broken=int(readouts[cell.lens, cell.site][BROKEN][0]),
+                gate=model.gate.as_dict(),
+                kernel=way,
             )
 
 
@@ -176,7 +186,7 @@ def read_blocks(
         blocks: residuals of consecutive rows in reading order, per site.
 
     Returns:
-        Per (lens, site) name: per variable, an array over all rows in reading order; and MARGINAL if it is asked for.
+        Per (lens, site) name: per variable, an array over all rows in reading order; BROKEN; MARGINAL if asked for.
     """
     order = rows.reading_order
     device = unembed.head.weight_VD.device
@@ -195,10 +205,9 @@ def read_blocks(
         there = [i for i, (lens, site) in enumerate(readers) if lens.kind == "logit" and site == last]
         readers += [] if there else [(LOGIT, last)]
         final = there[0] if there else len(places)
-    if counts := "marginal" in request.measures:
-        counted = torch.from_numpy(~rows.is_special[order]).to(device)
-        request = replace(request, measures=request.measures | {"logsumexp"})
-    start = 0
+    counted = torch.from_numpy(~rows.is_special[order]).to(device)
+    request = replace(request, measures=request.measures | {"logsumexp"})  # tells which rows are broken
+    start, n = 0, len(places)
     for block in blocks:
         stop = start + len(next(iter(block.values())))
         normed = torch.stack([_normed(unembed, lens, site, block[site].to(device)) for lens, site in readers])
@@ -209,8 +218,9 @@ def read_blocks(
             for (name, site), read_out in zip(places, values.cpu().numpy(), strict=False):
                 if variable in readouts[name, site.name]:
                     readouts[name, site.name][variable][start:stop] = read_out
-        if counts:
-            n = len(places)
+        for (name, site), lse_R in zip(places, found["logsumexp"][:n], strict=True):
+            readouts[name, site.name][BROKEN] += int((~lse_R.isfinite()).sum())
+        if "marginal" in request.measures:
             added = marginal.add_up(unembed.head, normed[:n], found["logsumexp"][:n], counted[start:stop])
             for (name, site), *parts in zip(places, *(part.cpu().numpy() for part in added), strict=True):
                 for array, part in zip(MARGINAL, parts, strict=True):
@@ -219,6 +229,26 @@ def read_blocks(
     if start != len(rows):
         raise ValueError(f"{start} of {len(rows)} rows were read")
     return readouts
+
+
+def refuse_broken(readouts: Mapping[Place, Mapping[str, Array]], documents: tuple[int, int], facts: ModelFacts) -> None:
+    """Refuse logits that are not finite though the states are.
+
+    Args:
+        readouts: as `read_blocks` gives them.
+        documents: numbers of the first, and of that after the last.
+        facts: of the model.
+
+    Raises:
+        NonFiniteError: there are some.
+    """
+    for (lens, site), table in readouts.items():
+        if n := int(table[BROKEN][0]):
+            raise NonFiniteError(
+                f"{n} rows of documents {documents[0]} to {documents[1] - 1} have logits that are not finite at "
+                f"{site}, read with the lens {lens} ({facts.dtype}): a wider model.dtype may help; otherwise set "
+                'capture.nonfinite = "keep"'
+            )
 
 
 def _of_states(request: Request, sites: Sequence[Site], block: Mapping[Site, Tensor], last: Site) -> dict[str, Tensor]:
@@ -257,7 +287,7 @@ def mean_probability(tables: Iterable[Mapping[str, Array]]) -> Array:
 def _empty(request: Request, n_rows: int, n_vocab: int) -> dict[str, Array]:
     lengths = {"k": request.top_k, "tracked": len(request.tracked), "set": len(request.sets)}
     sums = (np.zeros(n_vocab), np.zeros(1, np.int64)) if "marginal" in request.measures else ()
-    return dict(zip(MARGINAL, sums, strict=False)) | {
+    return {BROKEN: np.zeros(1, np.int64), **dict(zip(MARGINAL, sums, strict=False))} | {
         variable.name: np.empty((n_rows, *(lengths[dim] for dim in variable.dims[2:])), dtype=variable.dtype)
         for variable in variables_of(request.measures)
         if variable.is_readout

@@ -189,6 +189,7 @@ def capture_inputs(recipe: Recipe, facts: ModelFacts, tokens: str, site: Site) -
         "tokens": tokens,
         "state": site.state,
         "positions": positions if isinstance(positions, str) else sorted(set(positions)),
+        **({} if recipe.capture.nonfinite == "refuse" else {"nonfinite": recipe.capture.nonfinite}),
         **({} if recipe.model.parts == Parts() else {"parts": recipe.model.parts.model_dump()}),
     }
 

@@ -78,6 +78,14 @@ class ArtifactStore:
         """Where an artifact is, or would be."""
         return Path(self.root, stage, key[:2], key)
 
+    @classmethod
+    def artifact_of(cls, folder: Path) -> "tuple[ArtifactStore, str, str] | None":
+        """Find the store, stage and key whose artifact a folder is; None where it lies elsewhere, as a copy may."""
+        if len(folder.parents) < 3 or not (folder / MANIFEST).is_file():
+            return None
+        store, stage, key = cls(folder.parents[2]), folder.parents[1].name, folder.name
+        return (store, stage, key) if store.path(stage, key) == folder else None
+
     def manifest(self, stage: str, key: str) -> Manifest | None:
         """Read an artifact's manifest; None where there is none that can be read."""
         try:
