@@ -3,6 +3,7 @@
 Planning reads the corpus's text and the checkpoint's files, tokenizes nothing, loads no model and imports no torch.
 """
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -122,7 +123,9 @@ class Plan:
     def n_tokens(self, shards: Sequence[ShardWork] | None = None) -> int:
         """Tokens of some shards (all by default), estimated where they have not been encoded."""
         chosen = self.shards if shards is None else shards
-        return sum(self.tokens.get(s.index, -(-s.characters // CHARACTERS_PER_TOKEN)) for s in chosen)
+        known = sum(s.characters for s in self.shards if s.index in self.tokens)
+        per_character = sum(self.tokens.values()) / known if known else 1 / CHARACTERS_PER_TOKEN
+        return sum(self.tokens.get(s.index, math.ceil(s.characters * per_character)) for s in chosen)
 
     def n_rows(self, shards: Sequence[ShardWork] | None = None) -> int:
         """Kept rows of some shards, estimated like n_tokens."""

@@ -15,6 +15,8 @@ import transformers
 import xarray as xr
 
 import lenspipe
+from lenspipe.analysis import layer_table
+from lenspipe.cli.looking import show
 from lenspipe.corpora.documents import read_documents
 from lenspipe.errors import DamagedArtifactError, ModelError, NonFiniteError, RequestError
 from lenspipe.keys import artifact_key
@@ -362,7 +364,8 @@ def test_chat_messages_go_through_the_template(values: Values, tmp_path: Path) -
     assert ds["input_id"].values[0] == 0 != ds["input_id"].values[1]
 
 
-def test_a_state_that_is_not_finite_is_refused_by_place(values: Values, tmp_path: Path) -> None:
+def broken_at_a_token(values: Values, folder: Path) -> tuple[Values, int]:
+    """Save a model whose embedding of one token, first met in document 3, is NaN; returns its position there."""
     model = transformers.AutoModelForCausalLM.from_pretrained(values["model"]["source"])
     tokenizer = transformers.AutoTokenizer.from_pretrained(values["model"]["source"])
     texts = [json.loads(line)["text"] for line in Path(values["corpus"]["source"]).read_text().splitlines()][:12]
@@ -370,12 +373,39 @@ def test_a_state_that_is_not_finite_is_refused_by_place(values: Values, tmp_path
     bad = next(i for i in ids[3] if i not in probe_ids(model) and not any(i in others for others in ids[:3]))
     with torch.no_grad():
         model.model.embed_tokens.weight[bad, 0] = float("nan")
-    model.save_pretrained(tmp_path / "broken")
-    tokenizer.save_pretrained(tmp_path / "broken")
-    with pytest.raises(
-        NonFiniteError, match=rf"resid_pre\.0 is not finite at position {ids[3].index(bad)} of document 3"
-    ):
-        run(changed(values, model__source=str(tmp_path / "broken"), run__batch_tokens=1))
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return changed(values, model__source=str(folder)), ids[3].index(bad)
+
+
+def test_a_state_that_is_not_finite_is_refused_by_place(values: Values, tmp_path: Path) -> None:
+    broken, position = broken_at_a_token(values, tmp_path / "broken")
+    with pytest.raises(NonFiniteError, match=rf"resid_pre\.0 is not finite at position {position} of document 3"):
+        run(changed(broken, run__batch_tokens=1))
+
+
+@pytest.mark.parametrize("residuals", ["keep", "stream"])
+def test_states_that_are_not_finite_are_kept_and_counted_if_asked(
+    values: Values, tmp_path: Path, residuals: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = run(values)
+    broken, position = broken_at_a_token(values, tmp_path / "broken")
+    keep = changed(broken, capture__nonfinite="keep", capture__residuals=residuals, read__measures=["entropy", "topk"])
+    ds = run(keep)
+    missing = ds["entropy"].isnull().values
+    first = np.flatnonzero((ds["document"] == 3).values & (ds["position"] == position).values)[0]
+    assert missing[0, first]
+    assert not missing[:, (ds["document"] < 3).values].any()
+    np.testing.assert_array_equal(ds["topk_id"].values[..., 0] == -1, missing)
+    counts = {f"logit {site}": int(n) for site, n in zip(ds["site"].values, missing.sum(axis=1), strict=True) if n}
+    assert json.loads(ds.attrs["nonfinite"]) == counts
+    assert json.loads(whole.attrs["nonfinite"]) == {}
+    valid = ~ds["is_special"].values & ~missing.any(axis=0)
+    document = ds["document"].values
+    means = [ds["entropy"].values[1, valid & (document == d)].mean() for d in np.unique(document[valid])]
+    assert layer_table(ds)["entropy"].iloc[1] == pytest.approx(np.mean(means))
+    show(Path(ds.encoding["source"]))
+    assert f"{counts['logit resid_pre.0']} rows have logits that are not finite" in capsys.readouterr().out
 
 
 def test_a_model_whose_weights_are_broken_is_refused(values: Values, tmp_path: Path) -> None:
