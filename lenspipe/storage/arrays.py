@@ -25,7 +25,8 @@ Array = npt.NDArray[Any]
 
 def write_table(folder: Path, arrays: Mapping[str, Array]) -> None:
     """Write named arrays as the artifact's table."""
-    safetensors.numpy.save_file({name: np.ascontiguousarray(a) for name, a in arrays.items()}, folder / TABLE)
+    # Not save_file, whose error for a full disk is no OSError.
+    (folder / TABLE).write_bytes(safetensors.numpy.save({name: np.ascontiguousarray(a) for name, a in arrays.items()}))
 
 
 def read_table(store: ArtifactStore, stage: str, key: str) -> dict[str, Array]:
