@@ -18,6 +18,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
+from pydantic import TypeAdapter
+
 from lenspipe.errors import RequestError, StoreError
 from lenspipe.plan import Plan
 from lenspipe.stages.work import STAGES, stage_inputs
@@ -40,6 +42,7 @@ class Record:
         id: its name in the store.
         state: as written; `state_of` tells a running one from one that was killed.
         owner: of the process that began it.
+        title: the model and the corpus, in short.
         started, ended: ISO 8601, UTC; ended is empty until it does.
         recipe, base: what was asked, and the folder that its paths start from.
         inputs: per stage, all that decides its results but the documents.
@@ -56,6 +59,7 @@ class Record:
     id: str
     state: State
     owner: str
+    title: str
     started: str
     ended: str
     recipe: dict[str, Any]
@@ -78,12 +82,8 @@ class Record:
         end = datetime.fromisoformat(self.ended) if self.ended else datetime.now(UTC)
         return (end - datetime.fromisoformat(self.started)).total_seconds()
 
-    @property
-    def title(self) -> str:
-        """The model and the corpus, in short."""
-        corpus = self.recipe["corpus"]
-        source = (corpus.get("source") or [str(corpus.get("hub"))])[0]
-        return f"{Path(self.recipe['model']['source']).name} on {Path(source).name}"
+
+_RECORD = TypeAdapter(Record)
 
 
 @contextmanager
@@ -114,6 +114,7 @@ def _begin(plan: Plan) -> Record:
         id=f"{now:%Y%m%d-%H%M%S}-{uuid.uuid4().hex[:4]}",
         state="running",
         owner=owner_of(root).id,
+        title=plan.title,
         started=now.isoformat(timespec="seconds"),
         ended="",
         recipe=plan.recipe.as_dict(),
@@ -139,7 +140,7 @@ def _begin(plan: Plan) -> Record:
 def _end(plan: Plan, record: Record, state: State, error: str = "") -> None:
     ended = datetime.now(UTC).isoformat(timespec="seconds")
     made = ArtifactStore(plan.recipe.store).manifest("assemble", plan.dataset)
-    rows = made.attributes["rows"] if made else record.rows
+    rows = int(made.attributes.get("rows", record.rows)) if made else record.rows
     with suppress(StoreError):  # a disk that is full; the run itself says so
         _write(plan.recipe.store, replace(record, state=state, ended=ended, rows=rows, error=error))
 
@@ -153,14 +154,10 @@ def _folder(root: Path, name: str) -> Path:
 
 
 def _keys(plan: Plan) -> dict[str, Any]:
-    cells = [cell for shard in plan.shards for cell in (*shard.cells, *shard.beside)]
-    return {
-        "contents": [shard.contents for shard in plan.shards],
-        "encode": [shard.encode for shard in plan.shards],
-        "capture": sorted({cell.capture for cell in cells}),
-        "read": [cell.read for shard in plan.shards for cell in shard.cells],
-        "assemble": [plan.dataset],
-    }
+    keys: dict[str, Any] = {stage: [] for stage in STAGES}
+    for stage, key in plan.artifacts():
+        keys[stage].append(key)
+    return keys | {"contents": [shard.contents for shard in plan.shards]}
 
 
 def environment() -> dict[str, str]:
@@ -177,9 +174,9 @@ def records(root: Path) -> list[Record]:
     found = []
     for path in sorted((root / "runs").glob(f"*/{RECORD}")):
         with suppress(OSError, ValueError, TypeError, RecursionError):
-            values = json.loads(path.read_text(encoding="utf-8"))
-            record = Record(**values)
-            if record.id == path.parent.name and datetime.fromisoformat(record.started).tzinfo:
+            record = _RECORD.validate_json(path.read_bytes())
+            ended = datetime.fromisoformat(record.ended or record.started)
+            if record.id == path.parent.name and ended >= datetime.fromisoformat(record.started):
                 found.append(record)
     return sorted(found, key=lambda record: (record.started, record.id))
 

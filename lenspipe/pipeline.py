@@ -158,7 +158,6 @@ def lens_flow(name: str, recipe: dict[str, Any], base: str, handed: Handed) -> s
 def run_flow(plan: Plan) -> Path:
     """Carry a plan out with the runner that its recipe names; returns the dataset's path."""
     recipe = plan.recipe
-    name = f"{Path(recipe.model.source).name} on {Path((recipe.corpus.source or [str(recipe.corpus.hub)])[0]).name}"
     chosen = lens_flow.with_options(task_runner=task_runner(recipe.run))
     with one_flow_run(), nullcontext() if plan.is_done else recorded(plan):
-        return Path(chosen(name, recipe.as_dict(), recipe.base, Handed(plan)))
+        return Path(chosen(plan.title, recipe.as_dict(), recipe.base, Handed(plan)))

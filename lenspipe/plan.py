@@ -110,6 +110,20 @@ class Plan:
         """Where the dataset is, or will be."""
         return dataset_path(ArtifactStore(self.recipe.store), self.dataset)
 
+    @property
+    def title(self) -> str:
+        """The model and the corpus, in short."""
+        corpus = self.recipe.corpus
+        return f"{self.facts.name} on {Path((corpus.source or [str(corpus.hub)])[0]).name}"
+
+    def artifacts(self) -> list[tuple[str, str]]:
+        """All artifacts that the recipe needs, (stage, key), the dataset last."""
+        found = [("encode", shard.encode) for shard in self.shards]
+        for shard in self.shards:
+            found += [("capture", cell.capture) for cell in (*shard.cells, *shard.beside)]
+            found += [("read", cell.read) for cell in shard.cells]
+        return [*dict.fromkeys(found), ("assemble", self.dataset)]
+
     def counts(self) -> list[tuple[str, int, int]]:
         """Per stage: artifacts needed, artifacts to be made."""
         todo = {
@@ -328,7 +342,11 @@ def _read_corpus(recipe: Recipe) -> _Corpus:
 def _cut(recipe: Recipe, store: ArtifactStore, corpus: _Corpus) -> list[int]:
     remembered = store.manifest(CUT, artifact_key(CUT, 1, {"corpus": corpus.digest}))
     if remembered:
-        return list(remembered.attributes["stops"])
+        with store.understood(CUT, remembered.key):
+            stops = [int(stop) for stop in remembered.attributes["stops"]]
+            if stops != sorted({*stops}) or stops[0] < 1 or stops[-1] != len(corpus.contents):
+                raise ValueError("the stops are not those of this corpus")
+            return stops
     documents = zip(corpus.characters, map(bytes.fromhex, corpus.contents), strict=True)
     return cut_shards(documents, recipe.run.shard_size)
 
@@ -358,5 +376,9 @@ def _shard(
 
 
 def _known_tokens(store: ArtifactStore, shards: Sequence[ShardWork]) -> dict[int, int]:
-    manifests = {shard.index: store.manifest("encode", shard.encode) for shard in shards}
-    return {index: int(found.attributes["tokens"]) for index, found in manifests.items() if found}
+    tokens = {}
+    for shard in shards:
+        if found := store.manifest("encode", shard.encode):
+            with store.understood("encode", shard.encode):
+                tokens[shard.index] = int(found.attributes["tokens"])
+    return tokens

@@ -63,7 +63,11 @@ def run(
         LenspipeError: it cannot be done; everything finished before is safe.
     """
     for attempt in range(ATTEMPTS):
-        plan = plan_recipe(recipe, say)
+        try:
+            plan = plan_recipe(recipe, say)
+        except DamagedArtifactError as error:
+            say(str(error))
+            plan = plan_recipe(recipe, say)
         for name in plan.damaged:
             say(f"artifact {name} is damaged and will be redone")
         on_plan(plan)
@@ -86,10 +90,19 @@ def run(
         except DamagedArtifactError as error:
             if attempt + 1 == ATTEMPTS:
                 raise
-            say(str(error))
+            say(f"{error}; checking every byte of what else the run needs")
+            _check(plan, say)
         finally:
             pipeline.listener = None
     raise AssertionError("unreachable")
+
+
+def _check(plan: Plan, say: Callable[[str], None]) -> None:
+    """Set aside whatever a plan needs that is not what was written: damage seldom comes alone."""
+    store = ArtifactStore(plan.recipe.store)
+    for name in plan.artifacts():
+        if store.is_damaged(*name, deep=True):
+            say(str(store.set_aside(*name)))
 
 
 def _server(recipe: Recipe) -> str | None:

@@ -139,8 +139,7 @@ def prune(plan: Plan, dry: bool = False) -> Removal:
             "the recipe's run is not finished, and what is left to read needs its residuals: run it first"
         )
     store = ArtifactStore(plan.recipe.store)
-    captures = {cell.capture for shard in plan.shards for cell in (*shard.cells, *shard.beside)}
-    there = [key for key in sorted(captures) if store.path("capture", key).is_dir()]
+    there = [key for stage, key in plan.artifacts() if stage == "capture" and store.path(stage, key).is_dir()]
     removal = Removal([("capture", key, store.size("capture", key)) for key in there])
     if not dry:
         with _alone(store):

@@ -38,7 +38,10 @@ def open_dataset(path: Path | str) -> xr.Dataset:
         raise StoreError(f"cannot open {path}: {error}") from error
     if missing := {"layer", "site", "document", "position", "input_id"} - set(ds.variables):
         raise RequestError(f"{path} is a Zarr store but no dataset of lenspipe: it has no {', '.join(sorted(missing))}")
-    return indexed(ds)
+    try:
+        return indexed(ds)
+    except Exception as error:  # a dataset that another program wrote under our names
+        raise StoreError(f"{path} is no dataset as lenspipe writes it: {error}") from error
 
 
 def indexed(ds: xr.Dataset) -> xr.Dataset:

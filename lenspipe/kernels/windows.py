@@ -79,6 +79,24 @@ class TokenShard:
     answer_id: Ints
     answer_length: Ints
 
+    def __post_init__(self) -> None:
+        sequences = (self.length, self.context, self.position, self.document, self.sequence)
+        n, kinds = len(self.answer_id), {array.dtype.name for array in (self.input_id, self.answer_id, *sequences)}
+        if (
+            kinds != {"int32"}
+            or any(array.shape != self.length.shape for array in sequences)
+            or not self.input_id.shape == self.is_special.shape == (int(self.length.sum()),)
+            or self.answer_length.shape != (n,)
+            or (self.length < 1).any()
+            or (self.context < 0).any()
+            or (self.context >= self.length).any()
+            or (self.document < 0).any()
+            or (self.document >= n).any()
+            or (np.diff(self.document) < 0).any()
+            or (self.input_id < 0).any()
+        ):
+            raise ValueError("the arrays of a token shard do not fit together")
+
     @property
     def n_documents(self) -> int:
         """Number of documents."""

@@ -39,7 +39,9 @@ from lenspipe.stages.work import (
 from lenspipe.storage.arrays import Array, read_table
 from lenspipe.storage.artifacts import ArtifactStore
 from lenspipe.storage.dataset import DatasetWriter
-from lenspipe.variables import variables_of
+from lenspipe.variables import BY_NAME, variables_of
+
+Shapes = Mapping[str, tuple[int, ...]]
 
 
 def assemble(
@@ -91,13 +93,14 @@ def _assemble(
             f"no document has a token at the positions {recipe.capture.positions}: widen capture.positions"
         )
     readouts = [variable for variable in variables_of(recipe.measures) if variable.is_readout]
+    shapes = {variable.name: tuple(sizes[dim] for dim in variable.dims[2:]) for variable in readouts}
     with store.publish("assemble", key, dataset_inputs(recipe, facts, shards)) as draft:
         writer = DatasetWriter(draft.folder / DATASET, sizes)
         gate, broken = _gate_and_broken(store, shards)
         small = small_variables(recipe, lenses, sites, pieces, tokenizer.strings(facts.vocab_size), named)
         if "marginal" in recipe.measures:
             places = [(lens, site.name) for lens in lenses for site in sites]
-            means = [mean_probability(table.read(store, place) for table in tables) for place in places]
+            means = [mean_probability(table.read(store, place, shapes) for table in tables) for place in places]
             small |= placed_marginal(means, sizes)
         writer.create(small, readouts, attributes(recipe, facts, gate, broken) | _provenance(shards, key))
         for (i, lens), (j, site), (start, stop) in product(enumerate(lenses), enumerate(sites), writer.token_blocks()):
@@ -105,7 +108,7 @@ def _assemble(
             for n, table in enumerate(tables):
                 a, b = max(start, starts[n]), min(stop, starts[n + 1])
                 if a < b:
-                    found = table.readouts(store, (lens, site.name))
+                    found = table.readouts(store, (lens, site.name), shapes)
                     parts.append({name: found[name][a - starts[n] : b - starts[n]] for name in found})
             for variable in readouts:
                 values = np.concatenate([part[variable.name] for part in parts])
@@ -121,18 +124,28 @@ class _ShardTable:
     def __init__(self, store: ArtifactStore, recipe: Recipe, shard: ShardWork) -> None:
         tokens = load_tokens(store, shard.encode)
         rows = select_rows(tokens, recipe.capture.positions)
-        self.piece = Piece(shard.start, shard.stop, tokens, rows, load_columns(store, shard.encode))
+        columns = load_columns(store, shard.encode)
+        with store.understood("encode", shard.encode):
+            if tokens.n_documents != shard.stop - shard.start or columns.keys() != set(recipe.columns):
+                raise ValueError("the shard holds other documents or columns")
+        self.piece = Piece(shard.start, shard.stop, tokens, rows, columns)
         self.cells = {(cell.lens, cell.site): cell for cell in shard.cells}
         self._last: tuple[Place, Mapping[str, Array]] | None = None
 
-    def read(self, store: ArtifactStore, place: Place) -> Mapping[str, Array]:
-        """One cell's arrays."""
-        return read_table(store, "read", self.cells[place].read)
+    def read(self, store: ArtifactStore, place: Place, shapes: Shapes) -> Mapping[str, Array]:
+        """One cell's arrays, whose readouts have these shapes beside their rows."""
+        key = self.cells[place].read
+        table = read_table(store, "read", key)
+        with store.understood("read", key):
+            for name, shape in shapes.items():
+                if table[name].shape != (len(self.piece.rows), *shape) or table[name].dtype != BY_NAME[name].dtype:
+                    raise ValueError(f"{name} has shape {table[name].shape} and type {table[name].dtype}")
+        return table
 
-    def readouts(self, store: ArtifactStore, place: Place) -> Mapping[str, Array]:
+    def readouts(self, store: ArtifactStore, place: Place, shapes: Shapes) -> Mapping[str, Array]:
         """One cell's readouts in document order."""
         if self._last is None or self._last[0] != place:
-            self._last = place, in_document_order(self.read(store, place), self.piece.rows)
+            self._last = place, in_document_order(self.read(store, place, shapes), self.piece.rows)
         return self._last[1]
 
 
@@ -142,8 +155,10 @@ def _gate_and_broken(store: ArtifactStore, shards: Sequence[ShardWork]) -> tuple
     for shard in shards:
         for cell in shard.cells:
             _, manifest = store.open("read", cell.read)
-            figures.append(manifest.attributes["gate"])
-            broken[f"{cell.lens} {cell.site}"] += manifest.attributes.get("broken", 0)
+            with store.understood("read", cell.read):
+                gate = manifest.attributes["gate"]
+                figures.append({**gate, **{name: float(gate[name]) for name in ("difference", "amplified_difference")}})
+                broken[f"{cell.lens} {cell.site}"] += int(manifest.attributes.get("broken", 0))
     gate = dict(max(figures, key=lambda found: (found["difference"], found["amplified_difference"])))
     return gate, {place: n for place, n in broken.items() if n}
 

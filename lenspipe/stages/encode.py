@@ -77,14 +77,19 @@ def load_tokens(store: ArtifactStore, key: str) -> TokenShard:
     Raises:
         DamagedArtifactError: absent or damaged.
     """
-    return TokenShard(**read_table(store, "encode", key))
+    table = read_table(store, "encode", key)
+    with store.understood("encode", key):
+        return TokenShard(**table)
 
 
 def load_columns(store: ArtifactStore, key: str) -> dict[str, list[Any]]:
     """Read a shard's kept columns back: name -> value per document."""
-    folder, _ = store.open("encode", key, checked="")
-    found: dict[str, list[Any]] = json.loads((folder / COLUMNS).read_text(encoding="utf-8"))
-    return found
+    folder, manifest = store.open("encode", key, checked="")
+    with store.understood("encode", key):
+        found: dict[str, list[Any]] = json.loads((folder / COLUMNS).read_text(encoding="utf-8"))
+        if any(len(values) != manifest.attributes["documents"] for values in found.values()):
+            raise ValueError("a column has another length than there are documents")
+        return found
 
 
 def encode_documents(

@@ -138,7 +138,8 @@ def _read(
         # A GPU's model runs on while its states are read; a CPU has no cores to spare for that.
         blocks = regroup(batches if model.device.type == "cpu" else ahead(batches), height)
     else:
-        blocks = ahead(_stored_blocks(store, dict(zip(sites, needed.values(), strict=True)), len(rows), height, report))
+        stored, shape = dict(zip(sites, needed.values(), strict=True)), (len(rows), model.facts.d_model)
+        blocks = ahead(_stored_blocks(store, stored, shape, height, report))
     places = {(cell.lens, site): cell for cell, site in zip(cells, sites_of(cells, model.facts), strict=True)}
     unembed = model.unembed.at(recipe.read.precision)
     readouts = read_blocks(unembed, model.facts, tokens, rows, request, lenses, list(places), blocks)
@@ -307,9 +308,13 @@ def regroup(batches: Iterator[dict[Site, Tensor]], height: int) -> Blocks:
 
 
 def _stored_blocks(
-    store: ArtifactStore, cells: Mapping[Site, Cell], n_rows: int, height: int, report: Callable[[int], None]
+    store: ArtifactStore,
+    cells: Mapping[Site, Cell],
+    shape: tuple[int, int],
+    height: int,
+    report: Callable[[int], None],
 ) -> Blocks:
-    readers = {site: open_residual(store, cell.capture) for site, cell in cells.items()}
+    readers, n_rows = {site: open_residual(store, cell.capture, shape) for site, cell in cells.items()}, shape[0]
     for start in range(0, n_rows, height):
         stop = min(start + height, n_rows)
         yield {site: torch.from_numpy(reader.rows(start, stop)) for site, reader in readers.items()}

@@ -36,8 +36,11 @@ def read_table(store: ArtifactStore, stage: str, key: str) -> dict[str, Array]:
         DamagedArtifactError: absent or not what was written; set aside.
     """
     folder, _ = store.open(stage, key, checked="")
-    found: dict[str, Array] = safetensors.numpy.load_file(folder / TABLE)
-    return found
+    try:
+        found: dict[str, Array] = safetensors.numpy.load_file(folder / TABLE)
+        return found
+    except (FileNotFoundError, safetensors.SafetensorError, KeyError) as error:  # KeyError: a type that numpy has not
+        raise store.set_aside(stage, key) from error
 
 
 @dataclass
@@ -150,8 +153,8 @@ class ResidualReader:
             raise self.store.set_aside("capture", self.key) from error
 
 
-def open_residual(store: ArtifactStore, key: str) -> ResidualReader:
-    """Open a capture artifact's residuals.
+def open_residual(store: ArtifactStore, key: str, shape: tuple[int, int] | None = None) -> ResidualReader:
+    """Open a capture artifact's residuals, which must be of `shape`, [rows, d_model], if one is given.
 
     Raises:
         DamagedArtifactError: absent or not whole; set aside.
@@ -159,7 +162,10 @@ def open_residual(store: ArtifactStore, key: str) -> ResidualReader:
     # Chunks carry their own checksums; the metadata that says where they are does not.
     folder, _ = store.open("capture", key, checked="zarr.json")
     try:
-        return ResidualReader(store, key, zarr.open_group(folder / RESIDUAL, mode="r")["residual"])
+        array: Any = zarr.open_group(folder / RESIDUAL, mode="r")["residual"]
+        if array.ndim != 2 or array.dtype.kind != "f" or shape not in (None, array.shape):
+            raise ValueError(f"residuals of shape {array.shape} and type {array.dtype}, expected {shape}")
+        return ResidualReader(store, key, array)
     except (MemoryError, PermissionError):
         raise
     except Exception as error:  # damaged metadata raises many kinds

@@ -57,7 +57,7 @@ class Manifest:
         inputs: what the key was computed from.
         attributes: facts about the result.
         files: payload file -> (bytes, CRC-32C in hexadecimal).
-        created: when, ISO 8601, UTC.
+        created: when.
     """
 
     stage: str
@@ -65,7 +65,7 @@ class Manifest:
     inputs: Mapping[str, Any]
     attributes: Mapping[str, Any]
     files: Mapping[str, tuple[int, str]]
-    created: str
+    created: datetime
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,8 @@ class ArtifactStore:
             files = {str(name): (int(size), str(crc)) for name, (size, crc) in values["files"].items()}
             if values["format"] != FORMAT or values["stage"] != stage or values["key"] != key:
                 return None
-            return Manifest(stage, key, values["inputs"], values["attributes"], files, values["created"])
+            inputs, attributes, created = dict(values["inputs"]), dict(values["attributes"]), values["created"]
+            return Manifest(stage, key, inputs, attributes, files, datetime.fromisoformat(created).astimezone(UTC))
         except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
             return None
 
@@ -132,10 +133,7 @@ class ArtifactStore:
     def created(self, stage: str, key: str) -> datetime:
         """When an artifact was published, or last changed where it does not say."""
         manifest = self.manifest(stage, key)
-        if manifest:
-            with suppress(ValueError):
-                return datetime.fromisoformat(manifest.created)
-        return datetime.fromtimestamp(self.path(stage, key).lstat().st_mtime, UTC)
+        return manifest.created if manifest else datetime.fromtimestamp(self.path(stage, key).lstat().st_mtime, UTC)
 
     def remove(self, stage: str, key: str) -> None:
         """Remove an artifact: it is gone in one step, and its bytes soon after."""
@@ -167,6 +165,18 @@ class ArtifactStore:
         if any(name.endswith(checked or "") and _crc(folder / name) != crc for name, (_, crc) in suspects):
             raise self.set_aside(stage, key)
         return folder, manifest
+
+    @contextmanager
+    def understood(self, stage: str, key: str) -> Iterator[None]:
+        """Set an artifact aside if its block cannot make sense of what is in it.
+
+        Raises:
+            DamagedArtifactError: it cannot; with checksums that are right, whoever wrote it was not this program.
+        """
+        try:
+            yield
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError, RecursionError) as error:
+            raise self.set_aside(stage, key) from error
 
     def set_aside(self, stage: str, key: str) -> DamagedArtifactError:
         """Move a damaged artifact out of the way; returns the error to raise."""

@@ -88,7 +88,7 @@ def test_the_manifest_accounts_for_everything(published):
     assert manifest.inputs == INPUTS
     assert manifest.attributes == {"rows": 3}
     assert manifest.files == {name: (len(data), f"{google_crc32c.value(data):08x}") for name, data in PAYLOAD.items()}
-    age = datetime.now(UTC) - datetime.fromisoformat(manifest.created)
+    age = datetime.now(UTC) - manifest.created
     assert abs(age.total_seconds()) < 3600
 
 
