@@ -12,7 +12,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help env model demo test check fmt fmt-check lint types layers docs families bench clean
+.PHONY: help env model demo test check fmt fmt-check lint types layers docs families chaos bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -71,6 +71,10 @@ docs: env ## check that generated pages and the examples in README and docs are 
 
 families: env ## read every model type of the installed transformers, and write docs/families.md
 	@$(BIN)/python -m tests.families.sweep $(ARGS)
+
+chaos: env ## kill a small run 300 times and damage its store 1,000 times, half an hour
+	@$(BIN)/python -m tests.chaos.kills --kills 300
+	@$(BIN)/python -m tests.chaos.damage --rounds 1000
 
 bench: env model ## measure speed and memory, half an hour on a quiet machine; peers too where the extra `bench` is installed
 	@for one in readout pipeline rerun memory peers; do $(BIN)/python -m benchmarks.$$one || exit 1; done

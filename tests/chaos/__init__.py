@@ -1,0 +1,1 @@
+"""Chaos: small runs killed and stores damaged, hundreds of times, at random."""
