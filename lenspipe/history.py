@@ -8,6 +8,7 @@ This module computes nothing of a run's results.
 import json
 import os
 import platform
+import shutil
 import time
 import uuid
 from collections.abc import Iterator, Mapping
@@ -25,6 +26,7 @@ from lenspipe.plan import Plan
 from lenspipe.stages.work import STAGES, stage_inputs
 from lenspipe.storage.artifacts import ArtifactStore, write_through
 from lenspipe.storage.owners import is_alive, is_leased, owner_of
+from lenspipe.storage.remote import remote_behind
 
 RECORD, KEYS = "record.json", "keys.json"
 REMOVAL = "removal"
@@ -130,7 +132,7 @@ def _begin(plan: Plan) -> Record:
         dataset=plan.dataset,
         environment=environment(),
     )
-    write_through(_folder(root, record.id) / KEYS, json.dumps(_keys(plan)))
+    write_through(root, f"runs/{record.id}/{KEYS}", json.dumps(_keys(plan)))
     _write(root, record)
     while is_leased(root, REMOVAL):  # what it removes is what no run needed that had begun before
         time.sleep(0.2)
@@ -146,11 +148,7 @@ def _end(plan: Plan, record: Record, state: State, error: str = "") -> None:
 
 
 def _write(root: Path, record: Record) -> None:
-    write_through(_folder(root, record.id) / RECORD, json.dumps(asdict(record), indent=1))
-
-
-def _folder(root: Path, name: str) -> Path:
-    return root / "runs" / name
+    write_through(root, f"runs/{record.id}/{RECORD}", json.dumps(asdict(record), indent=1))
 
 
 def _keys(plan: Plan) -> dict[str, Any]:
@@ -172,6 +170,7 @@ def environment() -> dict[str, str]:
 def records(root: Path) -> list[Record]:
     """List the runs of a store, the latest last; what cannot be read as a record is passed over."""
     found = []
+    _fetch(root)
     for path in sorted((root / "runs").glob(f"*/{RECORD}")):
         with suppress(OSError, ValueError, TypeError, RecursionError):
             record = _RECORD.validate_json(path.read_bytes())
@@ -179,6 +178,27 @@ def records(root: Path) -> list[Record]:
             if record.id == path.parent.name and ended >= datetime.fromisoformat(record.started):
                 found.append(record)
     return sorted(found, key=lambda record: (record.started, record.id))
+
+
+def _fetch(root: Path) -> None:
+    """Copy records from behind the folder into it, and those of running ones again."""
+    if (remote := remote_behind(root)) is None:
+        return
+    sizes = remote.sizes("runs")
+    stale = [
+        name for name, size in sizes.items() if not (root / name).is_file() or (root / name).stat().st_size != size
+    ]
+    remote.download("", {name: None for name in stale if ".." not in name.split("/")}, root)
+    for path in (root / "runs").glob(f"*/{RECORD}"):
+        if path.relative_to(root).as_posix() not in sizes:  # removed elsewhere
+            shutil.rmtree(path.parent, ignore_errors=True)
+
+
+def forget(root: Path, name: str) -> None:
+    """Remove the record of a run."""
+    if remote := remote_behind(root):
+        remote.delete(*remote.sizes(f"runs/{name}"))
+    shutil.rmtree(root / "runs" / name, ignore_errors=True)
 
 
 def find(root: Path, name: str) -> Record:
@@ -201,7 +221,7 @@ def keys_of(root: Path, record: Record) -> Mapping[str, list[str]]:
     Raises:
         StoreError: they cannot be read.
     """
-    path = _folder(root, record.id) / KEYS
+    path = root / "runs" / record.id / KEYS
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         return {name: [str(key) for key in found[name]] for name in ("contents", *STAGES)}

@@ -96,7 +96,6 @@ class Sender:
         """Submit one task run."""
         recipe = self.plan.recipe
         work = {
-            "store": str(recipe.store),
             "recipe": recipe.as_dict(),
             "base": recipe.base,
             "tasks": [t.as_dict() for t in batch],

@@ -50,9 +50,10 @@ class _Work:
     @classmethod
     def of(cls, text: str) -> "_Work":
         values = json.loads(text)
+        recipe = make_recipe(values["recipe"], values["base"])
         return cls(
-            ArtifactStore(Path(values["store"])),
-            make_recipe(values["recipe"], values["base"]),
+            ArtifactStore(recipe.store),
+            recipe,
             [Todo.from_dict(item) for item in values["tasks"]],
             frozenset(values["stream"]),
             NamedTokens.from_dict(values["named"]),

@@ -18,6 +18,7 @@ import xarray as xr
 from lenspipe.analysis import open_dataset
 from lenspipe.comparison import Change, changes
 from lenspipe.errors import RequestError, StoreError
+from lenspipe.folders import is_url
 from lenspipe.history import Record, records
 from lenspipe.recipe import Recipe, make_recipe, override
 from lenspipe.stages.work import dataset_path
@@ -117,14 +118,15 @@ def recipe_of(provenance: dict[str, Any], store: str, settings: Sequence[str] = 
 
     Args:
         provenance: as read.
-        store: folder of the artifacts.
+        store: folder or URL of the artifacts.
         settings: changes, such as model.source=..., for what is elsewhere now.
 
     Raises:
         RequestError: not a valid recipe.
     """
     values = {name: dict(group) for name, group in provenance["recipe"].items()}
-    values["run"] = {**values.get("run", {}), "store": str(Path(store).absolute()), "api": None, "address": None}
+    place = store if is_url(store) else str(Path(store).absolute())
+    values["run"] = {**values.get("run", {}), "store": place, "api": None, "address": None}
     for setting in settings:
         override(values, setting)
     return make_recipe(values, base=str(provenance.get("base", ".")), origin="the provenance")

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from lenspipe.errors import RequestError, redacted
+from lenspipe.folders import copy_of, is_url
 from lenspipe.variables import DEFAULT_MEASURES, MEASURES, VARIABLES, Measure
 
 _UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -192,7 +193,7 @@ class Read(_Group):
 class Run(_Group):
     """`[run]`: where and how; nothing here changes a number, and nothing here enters a key."""
 
-    store: str = Field("lenspipe-store", description="folder of the artifacts")
+    store: str = Field("lenspipe-store", description="folder of the artifacts, or a URL such as s3://bucket/prefix")
     shard_size: int = Field(200_000, ge=1, description="characters of text in a typical shard, when first cut")
     batch_tokens: int = Field(4096, ge=1, description="tokens, padding included, in one forward pass")
     max_bytes: Annotated[int | None, BeforeValidator(_bytes)] = Field(
@@ -237,8 +238,8 @@ class Recipe(_Group):
 
     @property
     def store(self) -> Path:
-        """The artifact folder."""
-        return self.path(self.run.store)
+        """The artifact folder; of a store at a URL, the folder in which it is worked on."""
+        return copy_of(self.run.store) if is_url(self.run.store) else self.path(self.run.store)
 
     def path(self, name: str) -> Path:
         """Find a path as this recipe means it: relative to the recipe's folder, with ~ expanded."""

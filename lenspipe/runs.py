@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from lenspipe.errors import DamagedArtifactError, RequestError, UnconvertedError
+from lenspipe.folders import cache_folder
 from lenspipe.history import record_if_unknown
-from lenspipe.models.digests import cache_folder
 from lenspipe.models.gguf import convert
 from lenspipe.plan import Plan, make_plan, require_room
 from lenspipe.recipe import Recipe
@@ -78,7 +78,7 @@ def run(
         else:
             record_if_unknown(plan)
         if plan.is_done and not _server(recipe):
-            return plan.dataset_path
+            return _at_hand(plan, say)
         if plan.is_done:
             say("recording a run with nothing to do on the Prefect server")
         _set_up_prefect(recipe)
@@ -86,7 +86,8 @@ def run(
 
         pipeline.listener = on_work
         try:
-            return pipeline.run_flow(plan)
+            pipeline.run_flow(plan)
+            return _at_hand(plan, say)
         except DamagedArtifactError as error:
             if attempt + 1 == ATTEMPTS:
                 raise
@@ -95,6 +96,15 @@ def run(
         finally:
             pipeline.listener = None
     raise AssertionError("unreachable")
+
+
+def _at_hand(plan: Plan, say: Callable[[str], None]) -> Path:
+    """Find the dataset's path, fetching it if the store is at a URL."""
+    store = ArtifactStore(plan.recipe.store)
+    store.open("assemble", plan.dataset)
+    if store.remote:
+        say(f"the dataset is at {store.remote.url}/{plan.dataset_path.relative_to(store.root).as_posix()}, and here:")
+    return plan.dataset_path
 
 
 def _check(plan: Plan, say: Callable[[str], None]) -> None:

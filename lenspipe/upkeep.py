@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 
 from lenspipe.errors import RequestError, StoreError
-from lenspipe.history import REMOVAL, find, keys_of, records, state_of
+from lenspipe.history import REMOVAL, find, forget, keys_of, records, state_of
 from lenspipe.plan import CUT, Plan
 from lenspipe.stages.work import STAGES
 from lenspipe.storage.artifacts import ArtifactStore
@@ -98,7 +98,7 @@ def gc(
     """
     known = records(store.root)
     if not known:
-        raise RequestError(f"no run is recorded in {store.root}, so everything would go: run its recipes first")
+        raise RequestError(f"no run is recorded in {store}, so everything would go: run its recipes first")
     kept = [find(store.root, name) for name in keep] or known
     reached: dict[str, set[str]] = {stage: set() for stage in STAGES}
     for record in kept:
@@ -118,12 +118,15 @@ def gc(
                 removal.artifacts.append((stage, key, store.size(stage, key)))
     aside = store.root / "damaged"
     removal.left = sum(path.lstat().st_size for path in aside.rglob("*") if not path.is_dir())
+    removal.left += sum(store.remote.sizes("damaged").values()) if store.remote else 0
     if not dry:
         with _alone(store):
             _remove(store, removal)
             for run in removal.runs:
-                shutil.rmtree(store.root / "runs" / run, ignore_errors=True)
+                forget(store.root, run)
             shutil.rmtree(aside, ignore_errors=True)
+            if store.remote:
+                store.remote.delete(*store.remote.sizes("damaged"))
     return removal
 
 
@@ -139,7 +142,8 @@ def prune(plan: Plan, dry: bool = False) -> Removal:
             "the recipe's run is not finished, and what is left to read needs its residuals: run it first"
         )
     store = ArtifactStore(plan.recipe.store)
-    there = [key for stage, key in plan.artifacts() if stage == "capture" and store.path(stage, key).is_dir()]
+    held = set(store.keys("capture"))
+    there = [key for stage, key in plan.artifacts() if stage == "capture" and key in held]
     removal = Removal([("capture", key, store.size("capture", key)) for key in there])
     if not dry:
         with _alone(store):
@@ -164,5 +168,5 @@ def _alone(store: ArtifactStore) -> Iterator[None]:
         running = [record.id for record in records(store.root) if state_of(store.root, record) == "running"]
         if running or not mine or held_leases(store.root):
             who = f"run {running[0]}" if running else "another process"
-            raise StoreError(f"{who} is at work in {store.root}: nothing was removed; wait for its end")
+            raise StoreError(f"{who} is at work in {store}: nothing was removed; wait for its end")
         yield

@@ -298,7 +298,7 @@ def test_a_store_holds_artifacts_and_nothing_of_prefect(values: Values) -> None:
     run(values)
     root = Path(values["run"]["store"])
     stages = ["assemble", "capture", "cut", "encode", "read"]
-    assert sorted(path.name for path in root.iterdir()) == sorted([*stages, "drafts", "leases", "owners"])
+    assert sorted(path.name for path in root.iterdir()) == sorted([*stages, "drafts", "leases", "owners", "runs"])
     assert not [path for path in root.rglob("*") if "prefect" in path.name]
     assert list((root / "leases").iterdir()) == []
     assert [path for folder in (root / "drafts").iterdir() for path in folder.iterdir()] == []

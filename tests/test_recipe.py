@@ -59,7 +59,7 @@ def test_defaults_are_pinned(file):
             "stride": None,
             "bos": "auto",
         },
-        "capture": {"sites": None, "layers": "all", "positions": "all", "residuals": "keep"},
+        "capture": {"sites": None, "layers": "all", "positions": "all", "residuals": "keep", "nonfinite": "refuse"},
         "read": {
             "lens": ["logit"],
             "uncovered": "refuse",
@@ -75,6 +75,7 @@ def test_defaults_are_pinned(file):
             "store": "lenspipe-store",
             "shard_size": 200_000,
             "batch_tokens": 4096,
+            "max_bytes": None,
             "memory": 2**30,
             "device": "auto",
             "runner": "threads",
@@ -276,7 +277,7 @@ def test_memory_reads_units(text, amount):
 @pytest.mark.parametrize("text", ["", "lots", "MiB", ".", "1..5 GiB", "-5 GiB", "5 TiB", "5 gib", "1e9", "1 GiB free"])
 def test_what_is_no_amount_of_memory_is_refused(text):
     (problem,) = problems(run={"memory": text})
-    assert problem.startswith(f"run.memory: {text!r} is no amount of memory: write bytes, or a number with KiB")
+    assert problem.startswith(f"run.memory: {text!r} is no amount of bytes: write a number, or a number with KiB")
 
 
 @pytest.mark.parametrize("value", [True, 5e8, "1023 KiB", 1000, 0])

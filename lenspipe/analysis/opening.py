@@ -5,6 +5,7 @@ from pathlib import Path
 import xarray as xr
 
 from lenspipe.errors import RequestError, StoreError
+from lenspipe.folders import copy_of, is_url
 from lenspipe.storage.artifacts import ArtifactStore
 
 
@@ -12,7 +13,7 @@ def open_dataset(path: Path | str) -> xr.Dataset:
     """Open a dataset, lazily, with lookup by layer, site, document and position.
 
     Args:
-        path: the Zarr store that `lenspipe run` printed.
+        path: the Zarr store that `lenspipe run` printed, or its place in a store at a URL, from which it is fetched.
 
     Returns:
         The dataset. `ds.sel(layer=11)`, `ds.sel(site="resid_post.10")` and `ds.sel(document=3, position=0)` look up;
@@ -24,7 +25,7 @@ def open_dataset(path: Path | str) -> xr.Dataset:
             aside, to be made again by its recipe's next run. Chunks carry checksums of their own.
         StoreError: it cannot be read.
     """
-    path = Path(path).absolute()
+    path = _located(str(path))
     if not (path / "zarr.json").is_file():
         raise RequestError(
             f"no dataset at {path}: give the path that `lenspipe run` prints, which ends in dataset.zarr"
@@ -42,6 +43,19 @@ def open_dataset(path: Path | str) -> xr.Dataset:
         return indexed(ds)
     except Exception as error:  # a dataset that another program wrote under our names
         raise StoreError(f"{path} is no dataset as lenspipe writes it: {error}") from error
+
+
+def _located(path: str) -> Path:
+    if not is_url(path):
+        return Path(path).absolute()
+    parts = path.rstrip("/").rsplit("/", 4)
+    if len(parts) != 5 or parts[1] != "assemble":
+        raise RequestError(
+            f"no dataset at {path}: it ends in assemble/ab/abcdef.../dataset.zarr behind the store's URL"
+        )
+    store = ArtifactStore(copy_of(parts[0]))
+    folder, _ = store.open("assemble", parts[3])
+    return folder / parts[4]
 
 
 def indexed(ds: xr.Dataset) -> xr.Dataset:

@@ -13,8 +13,10 @@ from lenspipe.cli.running import carry_out
 from lenspipe.cli.tables import show, table
 
 RunName = Annotated[str, typer.Argument(help="A run's id, or the beginning of it, or `last`.", metavar="RUN")]
-Store = Annotated[Path, typer.Option("--in", help="A store's folder, or a recipe, whose store it is.", metavar="WHERE")]
-HERE = Path("lenspipe-store")
+Store = Annotated[
+    str, typer.Option("--in", help="A store's folder or URL, or a recipe, whose store it is.", metavar="WHERE")
+]
+HERE = "lenspipe-store"
 MOST = 20
 
 

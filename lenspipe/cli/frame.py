@@ -24,8 +24,8 @@ RecipeFile = Annotated[Path, typer.Argument(help="The recipe, a TOML file.", met
 Settings = Annotated[
     list[str] | None, typer.Option("--set", help="Change a setting, such as read.top_k=20; may be repeated.")
 ]
-DatasetPath = Annotated[Path, typer.Argument(help="The dataset, as printed by `lenspipe run`.", metavar="DATASET")]
-Where = Annotated[Path, typer.Argument(help="A store's folder, or a recipe, whose store it is.", metavar="WHERE")]
+DatasetPath = Annotated[str, typer.Argument(help="The dataset, as printed by `lenspipe run`.", metavar="DATASET")]
+Where = Annotated[str, typer.Argument(help="A store's folder or URL, or a recipe, whose store it is.", metavar="WHERE")]
 
 
 def main() -> None:
@@ -45,18 +45,22 @@ def say(line: str) -> None:
     print(line, file=sys.stderr)
 
 
-def store_of(where: Path) -> Any:
+def store_of(where: str) -> Any:
     """Open the store that a command is about.
 
     Raises:
         RequestError: neither a store nor a recipe.
     """
+    from lenspipe.folders import copy_of, is_url  # noqa: PLC0415
     from lenspipe.recipe import load_recipe  # noqa: PLC0415
     from lenspipe.storage.artifacts import ArtifactStore  # noqa: PLC0415
 
-    root = where if where.is_dir() else load_recipe(where).store
-    if not root.is_dir():
+    if is_url(where):
+        return ArtifactStore(copy_of(where))
+    root = Path(where) if Path(where).is_dir() else load_recipe(where).store
+    store = ArtifactStore(root.absolute())
+    if not store.remote and not root.is_dir():
         raise RequestError(f"there is no store at {root} yet: `lenspipe run` makes it")
-    if where.is_dir() and not any((root / name).is_dir() for name in ("encode", "runs")):
+    if Path(where).is_dir() and not any((root / name).is_dir() for name in ("encode", "runs")):
         raise RequestError(f"{where} is no store of lenspipe: give the folder that run.store names, or a recipe")
-    return ArtifactStore(root.absolute())
+    return store

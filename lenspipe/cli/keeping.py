@@ -3,7 +3,6 @@
 import re
 import sys
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -12,7 +11,7 @@ from lenspipe.cli.frame import RecipeFile, Settings, Where, app, say, store_of
 from lenspipe.cli.tables import show, size, span, table
 from lenspipe.errors import RequestError
 
-HERE = Path("lenspipe-store")
+HERE = "lenspipe-store"
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would go, and remove nothing.")]
 
 
@@ -62,20 +61,20 @@ def status(where: Where = HERE) -> None:
     running = [record for record in known if state_of(store.root, record) == "running"]
     if not running:
         last = f"; the last, {known[-1].id}, {_ENDED[state_of(store.root, known[-1])]}" if known else ""
-        print(f"no run is in progress in {store.root}{last}")
+        print(f"no run is in progress in {store}{last}")
         if known and known[-1].error:
             print(known[-1].error)
         return
     for record in running:
         print(f"run {record.id}: {record.title}, since {span(record.seconds)}")
-        keys = keys_of(store.root, record)
+        keys, there = keys_of(store.root, record), {stage: set(store.keys(stage)) for stage in STAGES}
         rows = table(("stage", "left"), ("done", "right"), ("of", "right"), ("", "right"))
         for stage in STAGES:
             if record.todo[stage] or stage != "capture":
-                done = sum(store.path(stage, key).is_dir() for key in keys[stage])
+                done = len(there[stage].intersection(keys[stage]))
                 rows.add_row(stage, f"{done:,}", f"{len(keys[stage]):,}", f"{done / len(keys[stage]):.0%}")
         show(rows)
-        read = sum(store.path("read", key).is_dir() for key in keys["read"])
+        read = len(there["read"].intersection(keys["read"]))
         before = len(keys["read"]) - record.todo["read"]
         if before < read < len(keys["read"]):
             left = record.seconds * (len(keys["read"]) - read) / (read - before)

@@ -12,12 +12,7 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-
-def cache_folder() -> Path:
-    """Find lenspipe's cache folder: LENSPIPE_CACHE, or lenspipe under XDG_CACHE_HOME or ~/.cache."""
-    if named := os.environ.get("LENSPIPE_CACHE"):
-        return Path(named).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lenspipe"
+from lenspipe.folders import cache_folder
 
 
 def digest_files(paths: Iterable[Path]) -> dict[str, str]:

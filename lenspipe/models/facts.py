@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from lenspipe.errors import ModelError, RequestError, UnconvertedError
+from lenspipe.folders import cache_folder
 from lenspipe.keys import digest
-from lenspipe.models.digests import cache_folder, digest_files
+from lenspipe.models.digests import digest_files
 from lenspipe.recipe import Recipe
 
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")

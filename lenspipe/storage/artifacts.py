@@ -24,6 +24,7 @@ import google_crc32c
 
 from lenspipe.errors import DamagedArtifactError, StoreError
 from lenspipe.storage.owners import is_leased, leases, owner_of
+from lenspipe.storage.remote import Remote, artifacts_of, remote_behind
 
 MANIFEST = "manifest.json"
 CHECKSUM = "crc32c"
@@ -74,6 +75,14 @@ class ArtifactStore:
 
     root: Path
 
+    @property
+    def remote(self) -> Remote | None:
+        """The objects behind the folder, if the store is at a URL."""
+        return remote_behind(self.root)
+
+    def __str__(self) -> str:
+        return self.remote.url if self.remote else str(self.root)
+
     def path(self, stage: str, key: str) -> Path:
         """Where an artifact is, or would be."""
         return Path(self.root, stage, key[:2], key)
@@ -88,22 +97,20 @@ class ArtifactStore:
 
     def manifest(self, stage: str, key: str) -> Manifest | None:
         """Read an artifact's manifest; None where there is none that can be read."""
+        found = self._manifest(stage, key)
+        if found is None and self.remote:
+            found = _parsed(self.remote.get(f"{_prefix(stage, key)}/{MANIFEST}") or b"", stage, key)
+        return found
+
+    def _manifest(self, stage: str, key: str) -> Manifest | None:
         try:
-            text = Path(self.path(stage, key), MANIFEST).read_text(encoding="utf-8")
-            values = json.loads(text)
-            if not _is_intact(text, values[CHECKSUM]):
-                return None
-            files = {str(name): (int(size), str(crc)) for name, (size, crc) in values["files"].items()}
-            if values["format"] != FORMAT or values["stage"] != stage or values["key"] != key:
-                return None
-            inputs, attributes, created = dict(values["inputs"]), dict(values["attributes"]), values["created"]
-            return Manifest(stage, key, inputs, attributes, files, datetime.fromisoformat(created).astimezone(UTC))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+            return _parsed(Path(self.path(stage, key), MANIFEST).read_bytes(), stage, key)
+        except OSError:
             return None
 
-    def is_whole(self, stage: str, key: str) -> bool:
-        """Tell whether an artifact is there with every file at its size."""
-        manifest = self.manifest(stage, key)
+    def _is_here(self, stage: str, key: str) -> bool:
+        """Tell whether the folder itself holds an artifact, every file at its size."""
+        manifest = self._manifest(stage, key)
         try:
             return manifest is not None and _sizes(self.path(stage, key)) == {
                 name: size for name, (size, _) in manifest.files.items()
@@ -111,24 +118,50 @@ class ArtifactStore:
         except OSError:
             return False
 
+    def is_whole(self, stage: str, key: str) -> bool:
+        """Tell whether an artifact is there: with every file at its size, or at a URL, with a manifest."""
+        if self.remote:
+            return self.remote.stamp(f"{_prefix(stage, key)}/{MANIFEST}") is not None
+        return self._is_here(stage, key)
+
     def is_damaged(self, stage: str, key: str, deep: bool = False) -> bool:
         """Tell whether an artifact is there and not what was written: by names and sizes, or `deep` by every byte."""
-        manifest = self.manifest(stage, key)
-        if manifest is None or not self.is_whole(stage, key):
-            return self.path(stage, key).exists()
-        folder = self.path(stage, key)
-        return deep and any(_crc(folder / name) != crc for name, (_, crc) in manifest.files.items())
+        if self.path(stage, key).exists():
+            manifest = self._manifest(stage, key)
+            if manifest is None or not self._is_here(stage, key):
+                return True
+            if deep and self._differs(self.path(stage, key), manifest, ""):
+                return True
+        files = artifacts_of(self.remote, stage, MANIFEST).get(key) if self.remote else None
+        if self.remote is None or files is None:
+            return False
+        manifest = _parsed(self.remote.get(f"{_prefix(stage, key)}/{MANIFEST}") or b"", stage, key)
+        if manifest is None or files != {MANIFEST: files[MANIFEST]} | {
+            n: size for n, (size, _) in manifest.files.items()
+        }:
+            return True
+        return deep and any(
+            _crc_bytes(self.remote.get(f"{_prefix(stage, key)}/{name}") or b"") != crc
+            for name, (_, crc) in manifest.files.items()
+        )
 
-    def keys(self, stage: str) -> Iterator[str]:
+    @staticmethod
+    def _differs(folder: Path, manifest: Manifest, ending: str) -> bool:
+        suspects = [(name, crc) for name, (_, crc) in manifest.files.items() if name.endswith(ending)]
+        return any(_crc(folder / name) != crc for name, crc in suspects)
+
+    def keys(self, stage: str) -> list[str]:
         """List the keys of a stage's artifacts, whole or not."""
-        for folder in sorted(Path(self.root, stage).glob("[0-9a-f][0-9a-f]/*")):
-            if folder.name.startswith(folder.parent.name):
-                yield folder.name
+        folders = Path(self.root, stage).glob("[0-9a-f][0-9a-f]/*")
+        here = {folder.name for folder in folders if folder.name.startswith(folder.parent.name)}
+        return sorted(here | (artifacts_of(self.remote, stage, MANIFEST).keys() if self.remote else set()))
 
     def size(self, stage: str, key: str) -> int:
         """Bytes of all files of an artifact, whole or not."""
-        files = self.path(stage, key).rglob("*")
-        return sum(path.lstat().st_size for path in files if path.is_symlink() or not path.is_dir())
+        if self.remote and (files := artifacts_of(self.remote, stage, MANIFEST).get(key)):
+            return sum(files.values())
+        here = self.path(stage, key).rglob("*")
+        return sum(path.lstat().st_size for path in here if path.is_symlink() or not path.is_dir())
 
     def created(self, stage: str, key: str) -> datetime:
         """When an artifact was published, or last changed where it does not say."""
@@ -137,16 +170,22 @@ class ArtifactStore:
 
     def remove(self, stage: str, key: str) -> None:
         """Remove an artifact: it is gone in one step, and its bytes soon after."""
+        if self.remote:
+            names = self.remote.sizes(_prefix(stage, key))
+            self.remote.delete(f"{_prefix(stage, key)}/{MANIFEST}", *names)
+            artifacts_of(self.remote, stage, MANIFEST).pop(key, None)
         gone = owner_of(self.root).drafts / f"{stage}-{key}-{uuid.uuid4().hex[:8]}"
         with suppress(FileNotFoundError):
             self.path(stage, key).rename(gone)
             shutil.rmtree(gone, ignore_errors=True)
 
     def missing_or_damaged(self, stage: str, key: str) -> str | None:
-        """Classify an artifact: None if whole, "missing", or "damaged" (there, but not whole)."""
-        if not self.path(stage, key).exists():
-            return "missing"
-        return None if self.is_whole(stage, key) else "damaged"
+        """Classify an artifact for a plan: None if whole, "missing", or "damaged" (there, but not whole)."""
+        if self.remote:
+            return None if key in artifacts_of(self.remote, stage, MANIFEST) else "missing"
+        if self._is_here(stage, key):
+            return None
+        return "damaged" if self.path(stage, key).exists() else "missing"
 
     def open(self, stage: str, key: str, checked: str | None = None) -> tuple[Path, Manifest]:
         """Find a whole artifact: its folder and manifest.
@@ -158,13 +197,40 @@ class ArtifactStore:
         Raises:
             DamagedArtifactError: it is absent or not whole; what was there has been set aside.
         """
-        folder, manifest = self.path(stage, key), self.manifest(stage, key)
-        if manifest is None or not self.is_whole(stage, key):
+        if self.remote and not self._is_here(stage, key):
+            self._fetch(self.remote, stage, key)
+        folder, manifest = self.path(stage, key), self._manifest(stage, key)
+        if manifest is None or not self._is_here(stage, key):
             raise self.set_aside(stage, key)
-        suspects = manifest.files.items() if checked is not None else ()
-        if any(name.endswith(checked or "") and _crc(folder / name) != crc for name, (_, crc) in suspects):
+        if checked is not None and self._differs(folder, manifest, checked):
             raise self.set_aside(stage, key)
         return folder, manifest
+
+    def _fetch(self, remote: Remote, stage: str, key: str) -> None:
+        """Fetch an artifact from behind the folder into it.
+
+        Raises:
+            DamagedArtifactError: what is there is not what was written; it has been set aside there.
+        """
+        prefix = _prefix(stage, key)
+        if self.path(stage, key).exists():
+            self.set_aside(stage, key)
+        if (text := remote.get(f"{prefix}/{MANIFEST}")) is None:
+            raise self.set_aside(stage, key)
+        manifest = _parsed(text, stage, key)
+        draft = owner_of(self.root).drafts / f"{stage}-{key}-{uuid.uuid4().hex[:8]}"
+        try:
+            draft.mkdir(parents=True)
+            if manifest and not any(name.startswith("/") or ".." in name.split("/") for name in manifest.files):
+                remote.download(prefix, manifest.files, draft)
+                if _sizes(draft) == {n: size for n, (size, _) in manifest.files.items()}:
+                    (draft / MANIFEST).write_bytes(text)
+                    if not self._differs(draft, manifest, ""):
+                        self._move(draft, self.path(stage, key), stage, key)
+                        return
+            raise self.set_aside(stage, key)
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
 
     @contextmanager
     def understood(self, stage: str, key: str) -> Iterator[None]:
@@ -181,8 +247,14 @@ class ArtifactStore:
     def set_aside(self, stage: str, key: str) -> DamagedArtifactError:
         """Move a damaged artifact out of the way; returns the error to raise."""
         folder = self.path(stage, key)
+        if not folder.exists() and self.remote and self.remote.stamp(f"{_prefix(stage, key)}/{MANIFEST}"):
+            there = f"damaged/{stage}-{key}-{uuid.uuid4().hex[:8]}"
+            self.remote.move(_prefix(stage, key), there, MANIFEST)
+            artifacts_of(self.remote, stage, MANIFEST).pop(key, None)
+            where = f"{self.remote.url}/{there}"
+            return DamagedArtifactError(f"{stage} artifact {key[:12]} is damaged; set aside as {where}, to be redone")
         if not folder.exists():
-            return DamagedArtifactError(f"{stage} artifact {key[:12]} is not in {self.root}: run again to redo it")
+            return DamagedArtifactError(f"{stage} artifact {key[:12]} is not in {self}: run again to redo it")
         aside = self.root / "damaged" / f"{stage}-{key}-{uuid.uuid4().hex[:8]}"
         try:
             aside.parent.mkdir(parents=True, exist_ok=True)
@@ -221,6 +293,8 @@ class ArtifactStore:
                 }
                 (draft.folder / MANIFEST).write_text(_spell(manifest), encoding="utf-8")
                 _sync_tree(draft.folder)
+                if self.remote:
+                    self.remote.upload(draft.folder, _prefix(stage, key), MANIFEST)
                 self._move(draft.folder, target, stage, key)
             finally:
                 if draft:
@@ -238,7 +312,7 @@ class ArtifactStore:
         try:
             draft.rename(target)
         except OSError:
-            if self.is_whole(stage, key):  # another run published it; same key, same content
+            if self._is_here(stage, key):  # another run published it; same key, same content
                 return
             if target.exists():
                 self.set_aside(stage, key)
@@ -284,6 +358,9 @@ class ArtifactStore:
             self.root.mkdir(parents=True, exist_ok=True)
             probe.write_bytes(b"")
             probe.unlink()
+            if self.remote:
+                self.remote.put(probe.name, b"")
+                self.remote.delete(probe.name)
         except OSError as error:
             if error.errno not in _WRITING:
                 raise
@@ -301,6 +378,27 @@ class Draft:
 
     folder: Path
     attributes: dict[str, Any]
+
+
+def _prefix(stage: str, key: str) -> str:
+    """Where an artifact is, as objects are named."""
+    return f"{stage}/{key[:2]}/{key}"
+
+
+def _parsed(content: bytes, stage: str, key: str) -> Manifest | None:
+    """Make sense of a manifest's bytes; None where that cannot be done, or it is another artifact's."""
+    try:
+        text = content.decode()
+        values = json.loads(text)
+        if not _is_intact(text, values[CHECKSUM]):
+            return None
+        files = {str(name): (int(size), str(crc)) for name, (size, crc) in values["files"].items()}
+        if values["format"] != FORMAT or values["stage"] != stage or values["key"] != key:
+            return None
+        inputs, attributes, created = dict(values["inputs"]), dict(values["attributes"]), values["created"]
+        return Manifest(stage, key, inputs, attributes, files, datetime.fromisoformat(created).astimezone(UTC))
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+        return None
 
 
 def _sizes(folder: Path) -> dict[str, int]:
@@ -347,13 +445,16 @@ def _crc(path: Path) -> str:
     return str(checksum.hexdigest().decode())
 
 
-def write_through(path: Path, text: str) -> None:
-    """Write a small file so that it is there in whole or as it was before, and is on the disk.
+def write_through(root: Path, name: str, text: str) -> None:
+    """Write a small file of a store so that it is there in whole or as it was before, on the disk or behind the folder.
 
     Raises:
         StoreError: it cannot be written.
     """
+    path = root / name
     new = path.with_name(f".{path.name}-{uuid.uuid4().hex[:8]}")
+    if remote := remote_behind(root):
+        remote.put(name, text.encode())
     try:
         _make_folder(path.parent)
         try:
@@ -375,6 +476,10 @@ def _make_folder(folder: Path) -> None:
         _make_folder(folder.parent)
         folder.mkdir(exist_ok=True)
         _sync(folder.parent)
+
+
+def _crc_bytes(content: bytes) -> str:
+    return str(google_crc32c.Checksum(content).hexdigest().decode())
 
 
 def _sync(path: Path) -> None:

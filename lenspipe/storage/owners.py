@@ -2,7 +2,8 @@
 
 Layout: ROOT/owners/ID is the sign of life, locked by its process and touched every BEAT; ROOT/drafts/ID/ holds what is
 being built; ROOT/leases/STAGE-KEY.N is a symbolic link, never followed, to the ID of who is making that artifact. N
-counts takeovers: whoever finds the owner of N dead makes N + 1, which only one can.
+counts takeovers: whoever finds the owner of N dead makes N + 1, which only one can. Of a store at a URL, signs are
+objects too, and leases are nothing else: written where there is none, which again only one can.
 A lease saves work and no more: publishing is right without one.
 """
 
@@ -19,6 +20,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from lenspipe.errors import StoreError
+from lenspipe.storage.remote import remote_behind
+
 BEAT = 10.0
 """Seconds between two signs of life."""
 
@@ -33,7 +37,7 @@ class Owner:
     """This process, as an owner in one store."""
 
     def __init__(self, root: Path) -> None:
-        self.id = uuid.uuid4().hex
+        self.id, self._remote = uuid.uuid4().hex, remote_behind(root)
         self.sign, self.drafts = root / "owners" / self.id, root / "drafts" / self.id
         self._process, self._ended = os.getpid(), threading.Event()
         for folder in (self.sign.parent, self.drafts):
@@ -44,19 +48,27 @@ class Owner:
         with suppress(OSError):  # a file system without locks: whoever asks must wait for the signs to end
             fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         new.rename(self.sign)
+        self._give_sign()
         threading.Thread(target=self._live, name="lenspipe-owner", daemon=True).start()
         atexit.register(self._end)
 
     def _live(self) -> None:
         while not self._ended.wait(BEAT):
-            with suppress(OSError):
-                os.utime(self.sign)
+            with suppress(OSError, StoreError):
+                self._give_sign()
+
+    def _give_sign(self) -> None:
+        os.utime(self.sign)
+        if self._remote:
+            self._remote.put(f"owners/{self.id}", f"{time.time()}".encode())
 
     def _end(self) -> None:
         self._ended.set()
         if os.getpid() == self._process:
-            with suppress(OSError):
+            with suppress(OSError, StoreError):
                 self.sign.unlink(missing_ok=True)
+                if self._remote:
+                    self._remote.delete(f"owners/{self.id}")
             shutil.rmtree(self.drafts, ignore_errors=True)
 
 
@@ -79,11 +91,11 @@ def owner_of(root: Path) -> Owner:
 def live_owners(root: Path) -> list[str]:
     """List the owners that live, this process apart."""
     mine = _owners.get((root, os.getpid()))
-    return [name for name in _names(root / "owners") if not (mine and name == mine.id) and is_alive(root, name)]
+    return [name for name in _names(root, "owners") if not (mine and name == mine.id) and is_alive(root, name)]
 
 
-_seen: dict[Path, tuple[int, float]] = {}
-"""Sign -> when it was last touched, and when we first saw that, by our own clock."""
+_seen: dict[Path, tuple[str, float]] = {}
+"""Sign -> what told its last state from others, and when we first saw that, by our own clock."""
 
 
 def is_alive(root: Path, owner: str) -> bool:
@@ -97,11 +109,18 @@ def is_alive(root: Path, owner: str) -> bool:
             touched = os.fstat(handle).st_mtime_ns
         finally:
             os.close(handle)
+    except FileNotFoundError:
+        stamp = remote.stamp(f"owners/{owner}") if (remote := remote_behind(root)) else None
+        return stamp is not None and _gives_signs(sign, *stamp)
     except (OSError, ValueError, KeyError, TypeError):
         return False
-    if sign not in _seen or _seen[sign][0] != touched:
-        _seen[sign] = touched, time.monotonic()
-    return time.monotonic() - _seen[sign][1] < EXPIRE and time.time() - touched / 1e9 < LONG_AGO
+    return _gives_signs(sign, str(touched), touched / 1e9)
+
+
+def _gives_signs(sign: Path, stamp: str, written: float) -> bool:
+    if sign not in _seen or _seen[sign][0] != stamp:
+        _seen[sign] = stamp, time.monotonic()
+    return time.monotonic() - _seen[sign][1] < EXPIRE and time.time() - written < LONG_AGO
 
 
 def _is_unlocked(handle: int) -> bool:
@@ -117,11 +136,11 @@ def _host() -> str:
     return f"{platform.node()}-{uuid.getnode():x}"
 
 
-def _names(folder: Path) -> list[str]:
-    try:
-        return sorted(path.name for path in folder.iterdir())
-    except FileNotFoundError:
-        return []
+def _names(root: Path, folder: str) -> list[str]:
+    """What lies in a folder of the store, or behind it."""
+    here = {path.name for path in (root / folder).iterdir()} if (root / folder).is_dir() else set()
+    remote = remote_behind(root) if folder != "drafts" else None
+    return sorted(here | ({name.removeprefix(f"{folder}/") for name in remote.sizes(folder)} if remote else set()))
 
 
 @contextmanager
@@ -134,13 +153,13 @@ def leases(root: Path, names: Sequence[str]) -> Iterator[list[str]]:
     finally:
         for name, number in mine.items():
             for n in reversed(range(number + 1)):
-                _link(root, name, n).unlink(missing_ok=True)
+                _drop(root, f"leases/{name}.{n}")
 
 
 def held_leases(root: Path) -> list[str]:
     """List the leases that other living owners hold."""
     mine = _owners.get((root, os.getpid()))
-    found = {name.rpartition(".")[0] for name in _names(root / "leases")}
+    found = {name.rpartition(".")[0] for name in _names(root, "leases")}
     holders = {name: _holders(root, name)[-1:] for name in found}
     return sorted(
         n for n, last in holders.items() if last and not (mine and last == [mine.id]) and is_alive(root, *last)
@@ -158,9 +177,12 @@ def _claim(root: Path, name: str) -> int | None:
     holders = _holders(root, name)
     if holders and is_alive(root, holders[-1]):
         return None
+    lease, mine = f"leases/{name}.{len(holders)}", owner_of(root).id
+    if remote := remote_behind(root):
+        return len(holders) if remote.put(lease, mine.encode(), new=True) else None
     try:
         (root / "leases").mkdir(parents=True, exist_ok=True)
-        _link(root, name, len(holders)).symlink_to(owner_of(root).id)
+        (root / lease).symlink_to(mine)
     except FileExistsError:
         return None
     except OSError:  # no symbolic links on this file system: all of it may be made twice
@@ -168,32 +190,46 @@ def _claim(root: Path, name: str) -> int | None:
     return len(holders)
 
 
-def _link(root: Path, name: str, number: int) -> Path:
-    return root / "leases" / f"{name}.{number}"
+def _drop(root: Path, name: str) -> None:
+    if remote := remote_behind(root):
+        remote.delete(name)
+    else:
+        (root / name).unlink(missing_ok=True)
 
 
 def _holders(root: Path, name: str) -> list[str]:
     """Who has held the lease on an artifact; the last one holds it."""
     found: list[str] = []
-    with suppress(OSError):  # where they end
-        while True:
-            found.append(_link(root, name, len(found)).readlink().name)
+    while (holder := _holder(root, f"leases/{name}.{len(found)}")) is not None:
+        found.append(holder)
     return found
+
+
+def _holder(root: Path, lease: str) -> str | None:
+    if remote := remote_behind(root):
+        content = remote.get(lease)
+        return None if content is None else content.decode(errors="replace")
+    try:
+        return (root / lease).readlink().name
+    except OSError:  # there is none
+        return None
 
 
 def sweep(root: Path) -> int:
     """Remove what dead owners left: drafts, leases, signs; returns the bytes of the drafts."""
     freed = 0
-    for owner in _names(root / "drafts"):
+    for owner in _names(root, "drafts"):
         if not is_alive(root, owner):
             left = root / "drafts" / owner
             freed += sum(path.lstat().st_size for path in left.rglob("*") if not path.is_dir())
             shutil.rmtree(left, ignore_errors=True)
-    for name in _names(root / "leases"):
-        with suppress(OSError):  # it just ended
-            if not is_alive(root, (root / "leases" / name).readlink().name):
-                (root / "leases" / name).unlink()
-    for owner in _names(root / "owners"):
+    for name in _names(root, "leases"):
+        holder = _holder(root, f"leases/{name}")
+        if holder is not None and not is_alive(root, holder):
+            _drop(root, f"leases/{name}")
+    for owner in _names(root, "owners"):
         if not is_alive(root, owner):
             (root / "owners" / owner).unlink(missing_ok=True)
+            if remote := remote_behind(root):
+                remote.delete(f"owners/{owner}")
     return freed
