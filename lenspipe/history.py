@@ -188,7 +188,7 @@ def _fetch(root: Path) -> None:
     stale = [
         name for name, size in sizes.items() if not (root / name).is_file() or (root / name).stat().st_size != size
     ]
-    remote.download("", {name: None for name in stale if ".." not in name.split("/")}, root)
+    remote.download("", [name for name in stale if ".." not in name.split("/")], root)
     for path in (root / "runs").glob(f"*/{RECORD}"):
         if path.relative_to(root).as_posix() not in sizes:  # removed elsewhere
             shutil.rmtree(path.parent, ignore_errors=True)

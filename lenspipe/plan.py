@@ -202,6 +202,7 @@ def make_plan(recipe: Recipe) -> Plan:
     layers = None if recipe.capture.layers == "all" else recipe.capture.layers
     sites = select_sites(recipe.capture.sites, layers, facts.n_blocks)
     store = ArtifactStore(recipe.store)
+    store.look_again()
     corpus = _read_corpus(recipe)
     cut = _cut(recipe, store, corpus)
     lenses = lens_digests(recipe)

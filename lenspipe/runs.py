@@ -103,7 +103,7 @@ def _at_hand(plan: Plan, say: Callable[[str], None]) -> Path:
     store = ArtifactStore(plan.recipe.store)
     store.open("assemble", plan.dataset)
     if store.remote:
-        say(f"the dataset is at {store.remote.url}/{plan.dataset_path.relative_to(store.root).as_posix()}, and here:")
+        say(f"the dataset is at {store.address('assemble', plan.dataset)}/{plan.dataset_path.name}, and here:")
     return plan.dataset_path
 
 
@@ -111,8 +111,9 @@ def _check(plan: Plan, say: Callable[[str], None]) -> None:
     """Set aside whatever a plan needs that is not what was written: damage seldom comes alone."""
     store = ArtifactStore(plan.recipe.store)
     for name in plan.artifacts():
-        if store.is_damaged(*name, deep=True):
-            say(str(store.set_aside(*name)))
+        for _ in range(2):  # in the folder, and behind it
+            if store.is_damaged(*name, deep=True):
+                say(str(store.set_aside(*name)))
 
 
 def _server(recipe: Recipe) -> str | None:

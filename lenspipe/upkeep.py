@@ -55,6 +55,8 @@ def verify(
             if store.is_damaged(stage, key, deep):
                 store.set_aside(stage, key)
                 checked.damaged.append(key)
+                if store.is_damaged(stage, key, deep):  # behind the folder too
+                    store.set_aside(stage, key)
             on_artifact(stage, size)
     return found
 

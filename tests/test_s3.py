@@ -21,7 +21,7 @@ from lenspipe.folders import copy_of, url_of
 from lenspipe.plan import make_plan
 from lenspipe.recipe import make_recipe
 from lenspipe.storage import owners, remote
-from lenspipe.storage.artifacts import MANIFEST, ArtifactStore, _prefix
+from lenspipe.storage.artifacts import MANIFEST, ArtifactStore, _payload, _prefix, _spell
 from lenspipe.storage.owners import leases
 from tests.s3 import SECRET, WEED, server
 from tests.storage.test_owners import make_all
@@ -73,6 +73,13 @@ def objects(store: ArtifactStore, prefix: str = "encode") -> dict[str, int]:
     return store.remote.sizes(prefix)
 
 
+def place_of(store: ArtifactStore, name: str) -> str:
+    """The name of the object that holds a file of the artifact."""
+    assert store.remote
+    manifest = _prefix("encode", KEY) + MANIFEST
+    return manifest if name == MANIFEST else _payload("encode", KEY, store.remote.get(manifest) or b"") + name
+
+
 def test_a_url_has_a_folder_and_a_folder_its_url(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("LENSPIPE_CACHE", str(tmp_path))
     assert url_of(copy_of("s3://bucket/some prefix/é")) == "s3://bucket/some prefix/é"
@@ -94,17 +101,40 @@ def test_an_artifact_published_here_is_read_elsewhere(
     assert not store.path("encode", KEY).exists()
     folder, _ = store.open("encode", KEY, checked="")
     assert (folder / "deep" / "a").read_bytes() == b"content"
-    assert set(objects(store)) == {f"{_prefix('encode', KEY)}/{name}" for name in ("deep/a", MANIFEST)}
+    assert set(objects(store)) == {place_of(store, name) for name in ("deep/a", MANIFEST)}
 
 
 def test_an_upload_without_its_manifest_is_no_artifact(url: str) -> None:
     store = ArtifactStore(copy_of(url))
     assert store.remote
-    store.remote.put(f"{_prefix('encode', KEY)}/deep/a", b"half")
+    store.remote.put(f"{_prefix('encode', KEY)}0123456789abcdef/deep/a", b"half")
     assert not store.is_whole("encode", KEY)
     assert store.missing_or_damaged("encode", KEY) == "missing"
     publish(store)
     assert (store.open("encode", KEY, checked="")[0] / "deep" / "a").read_bytes() == b"content"
+
+
+def test_the_second_of_two_artifacts_of_one_key_leaves_the_first_as_it_is(
+    url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Other processors give other last bits: parts of two results must not mix."""
+    publish(ArtifactStore(copy_of(url)), b"first")
+    another_host(monkeypatch, tmp_path / "other")
+    store = ArtifactStore(copy_of(url))
+    publish(store, b"second")
+    assert (store.open("encode", KEY, checked="")[0] / "deep" / "a").read_bytes() == b"first"
+    assert len(objects(store)) == 2
+    assert not store.is_damaged("encode", KEY, deep=True)
+
+
+def test_what_is_damaged_behind_a_good_copy_is_verified_and_set_aside(url: str) -> None:
+    store = ArtifactStore(copy_of(url))
+    publish(store)
+    assert store.remote
+    store.remote.put(place_of(store, "deep/a"), b"contenu")
+    assert upkeep.verify(store)["encode"].damaged == []
+    assert upkeep.verify(store, deep=True)["encode"].damaged == [KEY]
+    assert not store.is_whole("encode", KEY)
 
 
 @pytest.mark.parametrize("name", ["deep/a", MANIFEST])
@@ -115,7 +145,7 @@ def test_objects_that_are_not_what_was_written_are_set_aside(
     publish(ArtifactStore(copy_of(url)))
     another_host(monkeypatch, tmp_path / "other")
     store = ArtifactStore(copy_of(url))
-    place = f"{_prefix('encode', KEY)}/{name}"
+    place = place_of(store, name)
     assert store.remote
     if content is None:
         store.remote.delete(place)
@@ -146,11 +176,9 @@ def test_a_manifest_leads_nowhere_outside(name: str, url: str, monkeypatch: pyte
     another_host(monkeypatch, tmp_path / "other")
     store = ArtifactStore(copy_of(url))
     assert store.remote
-    place = f"{_prefix('encode', KEY)}/{MANIFEST}"
+    place = place_of(store, MANIFEST)
     found = json.loads(store.remote.get(place) or b"")
     found.pop("crc32c")
-    from lenspipe.storage.artifacts import _spell  # noqa: PLC0415 -- as a stranger would
-
     store.remote.put(place, _spell({**found, "files": {name: (4, "00000000")}}).encode())
     with pytest.raises(DamagedArtifactError):
         store.open("encode", KEY)
@@ -260,7 +288,8 @@ def test_a_run_on_s3_gives_the_dataset_of_one_in_a_folder(
     said: list[str] = []
     first = lenspipe.open_dataset(lenspipe.run(make_recipe(far), said.append)).load()
     plan = make_plan(make_recipe(far))
-    place = f"{url}/assemble/{plan.dataset[:2]}/{plan.dataset}/dataset.zarr"
+    place = f"{ArtifactStore(copy_of(url)).address('assemble', plan.dataset)}/dataset.zarr"
+    assert place.startswith(f"{url}/assemble/{plan.dataset[:2]}/{plan.dataset}/")
     assert f"the dataset is at {place}, and here:" in said
     another_host(monkeypatch, tmp_path / "other")
     assert make_plan(make_recipe(far)).is_done

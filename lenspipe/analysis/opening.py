@@ -48,13 +48,12 @@ def open_dataset(path: Path | str) -> xr.Dataset:
 def _located(path: str) -> Path:
     if not is_url(path):
         return Path(path).absolute()
-    parts = path.rstrip("/").rsplit("/", 4)
-    if len(parts) != 5 or parts[1] != "assemble":
+    url, *parts = path.rstrip("/").rsplit("/", 5)
+    if len(parts) != 5 or parts[0] != "assemble":
         raise RequestError(
-            f"no dataset at {path}: it ends in assemble/ab/abcdef.../dataset.zarr behind the store's URL"
+            f"no dataset at {path}: give the address that `lenspipe run` says, which ends in dataset.zarr"
         )
-    store = ArtifactStore(copy_of(parts[0]))
-    folder, _ = store.open("assemble", parts[3])
+    folder, _ = ArtifactStore(copy_of(url)).open("assemble", parts[2])
     return folder / parts[4]
 
 

@@ -8,6 +8,7 @@ This module knows neither stages nor models.
 """
 
 import errno
+import hashlib
 import json
 import os
 import shutil
@@ -24,7 +25,7 @@ import google_crc32c
 
 from lenspipe.errors import DamagedArtifactError, StoreError
 from lenspipe.storage.owners import is_leased, leases, owner_of
-from lenspipe.storage.remote import Remote, artifacts_of, remote_behind
+from lenspipe.storage.remote import Remote, forget, listing, remote_behind
 
 MANIFEST = "manifest.json"
 CHECKSUM = "crc32c"
@@ -87,6 +88,18 @@ class ArtifactStore:
         """Where an artifact is, or would be."""
         return Path(self.root, stage, key[:2], key)
 
+    def address(self, stage: str, key: str) -> str:
+        """Where anybody finds an artifact's payload: a folder, or a URL."""
+        if self.remote is None:
+            return str(self.path(stage, key))
+        text = self.remote.get(_prefix(stage, key) + MANIFEST) or b""
+        return f"{self.remote.url}/{_payload(stage, key, text).rstrip('/')}"
+
+    def look_again(self) -> None:
+        """Forget what was seen behind the folder."""
+        if self.remote:
+            forget(self.remote)
+
     @classmethod
     def artifact_of(cls, folder: Path) -> "tuple[ArtifactStore, str, str] | None":
         """Find the store, stage and key whose artifact a folder is; None where it lies elsewhere, as a copy may."""
@@ -99,7 +112,7 @@ class ArtifactStore:
         """Read an artifact's manifest; None where there is none that can be read."""
         found = self._manifest(stage, key)
         if found is None and self.remote:
-            found = _parsed(self.remote.get(f"{_prefix(stage, key)}/{MANIFEST}") or b"", stage, key)
+            found = _parsed(self.remote.get(_prefix(stage, key) + MANIFEST) or b"", stage, key)
         return found
 
     def _manifest(self, stage: str, key: str) -> Manifest | None:
@@ -121,7 +134,7 @@ class ArtifactStore:
     def is_whole(self, stage: str, key: str) -> bool:
         """Tell whether an artifact is there: with every file at its size, or at a URL, with a manifest."""
         if self.remote:
-            return self.remote.stamp(f"{_prefix(stage, key)}/{MANIFEST}") is not None
+            return self.remote.stamp(_prefix(stage, key) + MANIFEST) is not None
         return self._is_here(stage, key)
 
     def is_damaged(self, stage: str, key: str, deep: bool = False) -> bool:
@@ -132,18 +145,17 @@ class ArtifactStore:
                 return True
             if deep and self._differs(self.path(stage, key), manifest, ""):
                 return True
-        files = artifacts_of(self.remote, stage, MANIFEST).get(key) if self.remote else None
-        if self.remote is None or files is None:
+        return self.remote is not None and self._is_damaged_behind(self.remote, stage, key, deep)
+
+    def _is_damaged_behind(self, remote: Remote, stage: str, key: str, deep: bool) -> bool:
+        if (text := remote.get(_prefix(stage, key) + MANIFEST)) is None:
             return False
-        manifest = _parsed(self.remote.get(f"{_prefix(stage, key)}/{MANIFEST}") or b"", stage, key)
-        if manifest is None or files != {MANIFEST: files[MANIFEST]} | {
-            n: size for n, (size, _) in manifest.files.items()
-        }:
+        manifest, payload = _parsed(text, stage, key), _payload(stage, key, text)
+        sizes = {name.removeprefix(payload): size for name, size in remote.sizes(payload).items()}
+        if manifest is None or sizes != {name: size for name, (size, _) in manifest.files.items()}:
             return True
-        return deep and any(
-            _crc_bytes(self.remote.get(f"{_prefix(stage, key)}/{name}") or b"") != crc
-            for name, (_, crc) in manifest.files.items()
-        )
+        files = manifest.files.items()
+        return deep and any(_crc_bytes(remote.get(payload + name) or b"") != crc for name, (_, crc) in files)
 
     @staticmethod
     def _differs(folder: Path, manifest: Manifest, ending: str) -> bool:
@@ -154,11 +166,11 @@ class ArtifactStore:
         """List the keys of a stage's artifacts, whole or not."""
         folders = Path(self.root, stage).glob("[0-9a-f][0-9a-f]/*")
         here = {folder.name for folder in folders if folder.name.startswith(folder.parent.name)}
-        return sorted(here | (artifacts_of(self.remote, stage, MANIFEST).keys() if self.remote else set()))
+        return sorted(here | (listing(self.remote, stage, MANIFEST).keys() if self.remote else set()))
 
     def size(self, stage: str, key: str) -> int:
         """Bytes of all files of an artifact, whole or not."""
-        if self.remote and (files := artifacts_of(self.remote, stage, MANIFEST).get(key)):
+        if self.remote and (files := listing(self.remote, stage, MANIFEST).get(key)):
             return sum(files.values())
         here = self.path(stage, key).rglob("*")
         return sum(path.lstat().st_size for path in here if path.is_symlink() or not path.is_dir())
@@ -171,9 +183,8 @@ class ArtifactStore:
     def remove(self, stage: str, key: str) -> None:
         """Remove an artifact: it is gone in one step, and its bytes soon after."""
         if self.remote:
-            names = self.remote.sizes(_prefix(stage, key))
-            self.remote.delete(f"{_prefix(stage, key)}/{MANIFEST}", *names)
-            artifacts_of(self.remote, stage, MANIFEST).pop(key, None)
+            self.remote.delete(_prefix(stage, key) + MANIFEST, *self.remote.sizes(_prefix(stage, key)))
+            listing(self.remote, stage, MANIFEST).pop(key, None)
         gone = owner_of(self.root).drafts / f"{stage}-{key}-{uuid.uuid4().hex[:8]}"
         with suppress(FileNotFoundError):
             self.path(stage, key).rename(gone)
@@ -182,7 +193,7 @@ class ArtifactStore:
     def missing_or_damaged(self, stage: str, key: str) -> str | None:
         """Classify an artifact for a plan: None if whole, "missing", or "damaged" (there, but not whole)."""
         if self.remote:
-            return None if key in artifacts_of(self.remote, stage, MANIFEST) else "missing"
+            return None if key in listing(self.remote, stage, MANIFEST) else "missing"
         if self._is_here(stage, key):
             return None
         return "damaged" if self.path(stage, key).exists() else "missing"
@@ -212,17 +223,16 @@ class ArtifactStore:
         Raises:
             DamagedArtifactError: what is there is not what was written; it has been set aside there.
         """
-        prefix = _prefix(stage, key)
         if self.path(stage, key).exists():
             self.set_aside(stage, key)
-        if (text := remote.get(f"{prefix}/{MANIFEST}")) is None:
+        if (text := remote.get(_prefix(stage, key) + MANIFEST)) is None:
             raise self.set_aside(stage, key)
         manifest = _parsed(text, stage, key)
         draft = owner_of(self.root).drafts / f"{stage}-{key}-{uuid.uuid4().hex[:8]}"
         try:
             draft.mkdir(parents=True)
             if manifest and not any(name.startswith("/") or ".." in name.split("/") for name in manifest.files):
-                remote.download(prefix, manifest.files, draft)
+                remote.download(_payload(stage, key, text), manifest.files, draft)
                 if _sizes(draft) == {n: size for n, (size, _) in manifest.files.items()}:
                     (draft / MANIFEST).write_bytes(text)
                     if not self._differs(draft, manifest, ""):
@@ -247,10 +257,10 @@ class ArtifactStore:
     def set_aside(self, stage: str, key: str) -> DamagedArtifactError:
         """Move a damaged artifact out of the way; returns the error to raise."""
         folder = self.path(stage, key)
-        if not folder.exists() and self.remote and self.remote.stamp(f"{_prefix(stage, key)}/{MANIFEST}"):
-            there = f"damaged/{stage}-{key}-{uuid.uuid4().hex[:8]}"
+        self.look_again()
+        if not folder.exists() and self.remote and self.remote.stamp(_prefix(stage, key) + MANIFEST):
+            there = f"damaged/{stage}-{key}-{uuid.uuid4().hex[:8]}/"
             self.remote.move(_prefix(stage, key), there, MANIFEST)
-            artifacts_of(self.remote, stage, MANIFEST).pop(key, None)
             where = f"{self.remote.url}/{there}"
             return DamagedArtifactError(f"{stage} artifact {key[:12]} is damaged; set aside as {where}, to be redone")
         if not folder.exists():
@@ -293,9 +303,8 @@ class ArtifactStore:
                 }
                 (draft.folder / MANIFEST).write_text(_spell(manifest), encoding="utf-8")
                 _sync_tree(draft.folder)
-                if self.remote:
-                    self.remote.upload(draft.folder, _prefix(stage, key), MANIFEST)
-                self._move(draft.folder, target, stage, key)
+                if self.remote is None or self._upload(self.remote, draft.folder, stage, key):
+                    self._move(draft.folder, target, stage, key)
             finally:
                 if draft:
                     shutil.rmtree(draft.folder, ignore_errors=True)
@@ -306,6 +315,17 @@ class ArtifactStore:
                 f"cannot write the {stage} artifact {key[:12]} under {self.root}: {error.strerror or error}. What was "
                 "finished before is safe: make room or permission, and run again"
             ) from error
+
+    def _upload(self, remote: Remote, folder: Path, stage: str, key: str) -> bool:
+        """Publish a draft behind the folder; False where another was quicker, whose artifact then counts."""
+        text = (folder / MANIFEST).read_bytes()
+        payload, names = _payload(stage, key, text), list(_sizes(folder))
+        remote.upload(folder, names, payload)
+        self.look_again()
+        if remote.put(_prefix(stage, key) + MANIFEST, text, new=True):
+            return True
+        remote.delete(*(payload + name for name in names))
+        return False
 
     def _move(self, draft: Path, target: Path, stage: str, key: str) -> None:
         _make_folder(target.parent)
@@ -342,7 +362,7 @@ class ArtifactStore:
             while missing := [name for name in artifacts if not self.is_whole(*name)]:
                 if not all(is_leased(self.root, "-".join(name)) for name in missing):
                     break
-                time.sleep(PAUSE)
+                time.sleep(PAUSE * (4 if self.remote else 1))
             else:
                 return
         raise self.set_aside(*missing[0])
@@ -381,8 +401,13 @@ class Draft:
 
 
 def _prefix(stage: str, key: str) -> str:
-    """Where an artifact is, as objects are named."""
-    return f"{stage}/{key[:2]}/{key}"
+    """What the names of an artifact's objects begin with."""
+    return f"{stage}/{key[:2]}/{key}/"
+
+
+def _payload(stage: str, key: str, manifest: bytes) -> str:
+    """What the names of the objects of its payload begin with."""
+    return f"{_prefix(stage, key)}{hashlib.sha256(manifest).hexdigest()[:16]}/"
 
 
 def _parsed(content: bytes, stage: str, key: str) -> Manifest | None:

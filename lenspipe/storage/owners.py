@@ -208,7 +208,7 @@ def _holders(root: Path, name: str) -> list[str]:
 def _holder(root: Path, lease: str) -> str | None:
     if remote := remote_behind(root):
         content = remote.get(lease)
-        return None if content is None else content.decode(errors="replace")
+        return None if content is None else content.decode(errors="replace").rpartition("/")[2]
     try:
         return (root / lease).readlink().name
     except OSError:  # there is none

@@ -1,13 +1,13 @@
 """Remote: the objects behind a store's folder, where the store is at a URL: what is there is what counts.
 
-The folder (see folders) is a copy: artifacts are built in it, uploaded, their manifest last, and fetched into it when
-they are first used. Objects have the names that files have under the folder. obstore talks to the service, takes
-credentials from the environment, and tries again, with growing pauses, what may succeed then.
+The folder (see folders) is a copy: artifacts are built in it and uploaded, and fetched into it when first used. An
+artifact is the object STAGE/ab/abcdef.../manifest.json, written where there is none, which only one can; its payload
+lies beside it, below a digest of that manifest, so that another's payload is never touched. obstore talks to the
+service, takes credentials from the environment, and tries again, with growing pauses, what may succeed then.
 """
 
 import re
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -71,19 +71,17 @@ class Remote:
             with self._asked(), _forgiving():
                 _service(self.url).delete(name)
 
-    def upload(self, folder: Path, prefix: str, last: str) -> None:
-        """Write all files of a folder below a prefix, the one named `last` after all others."""
-        names = [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file()]
+    def upload(self, folder: Path, names: Iterable[str], prefix: str) -> None:
+        """Write files of a folder below a prefix."""
         with ThreadPoolExecutor(AT_ONCE) as pool:
-            for done in [pool.submit(self.put, f"{prefix}/{n}", folder / n) for n in names if n != last]:
+            for done in [pool.submit(self.put, f"{prefix}{name}", folder / name) for name in names]:
                 done.result()
-        self.put(f"{prefix}/{last}", folder / last)
 
-    def download(self, prefix: str, names: Mapping[str, Any], folder: Path) -> None:
+    def download(self, prefix: str, names: Iterable[str], folder: Path) -> None:
         """Read objects below a prefix into a folder; those that are not there are left out."""
 
         def fetch(name: str) -> None:
-            if (content := self.get(f"{prefix}/{name}".lstrip("/"))) is not None:
+            if (content := self.get(f"{prefix}{name}")) is not None:
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 (folder / name).write_bytes(content)
 
@@ -93,8 +91,7 @@ class Remote:
 
     def move(self, prefix: str, to: str, first: str) -> None:
         """Give all objects below a prefix another, the one named `first` before all others."""
-        names = sorted(self.sizes(prefix), key=lambda name: name != f"{prefix}/{first}")
-        for name in names:
+        for name in sorted(self.sizes(prefix), key=lambda name: name != f"{prefix}{first}"):
             with self._asked(), _forgiving():
                 _service(self.url).rename(name, f"{to}{name.removeprefix(prefix)}")
 
@@ -147,21 +144,22 @@ def remote_behind(root: Path) -> Remote | None:
     return None if url is None else Remote(url)
 
 
-LISTED = 20.0
-"""Seconds for which a listing of a whole stage is believed while one plans."""
-
-_listed: dict[tuple[str, str], tuple[float, dict[str, dict[str, int]]]] = {}
+_listed: dict[tuple[str, str], dict[str, dict[str, int]]] = {}
+"""Listings of whole stages, for as long as one plans: thousands of artifacts are a few requests."""
 
 
-def artifacts_of(remote: Remote, stage: str, manifest: str, fresh: bool = False) -> dict[str, dict[str, int]]:
-    """List a stage's artifacts, those with a manifest: key -> its files and their bytes."""
-    when, found = _listed.get((remote.url, stage), (0.0, {}))
-    if fresh or time.monotonic() - when > LISTED or not when:
-        found = {}
+def listing(remote: Remote, stage: str, manifest: str) -> dict[str, dict[str, int]]:
+    """List a stage's artifacts, those with a manifest: key -> its files and their bytes; remembered until `forget`."""
+    if (remote.url, stage) not in _listed:
+        found: dict[str, dict[str, int]] = {}
         for name, size in remote.sizes(stage).items():
-            _, _, rest = name.removeprefix(f"{stage}/").partition("/")
-            key, _, file = rest.partition("/")
+            key, _, file = name.removeprefix(f"{stage}/").partition("/")[2].partition("/")
             found.setdefault(key, {})[file] = size
-        found = {key: files for key, files in found.items() if manifest in files}
-        _listed[remote.url, stage] = time.monotonic(), found
-    return found
+        _listed[remote.url, stage] = {key: files for key, files in found.items() if manifest in files}
+    return _listed[remote.url, stage]
+
+
+def forget(remote: Remote) -> None:
+    """Forget the listings of a store, which has changed or may have."""
+    for known in [name for name in _listed if name[0] == remote.url]:
+        del _listed[known]
