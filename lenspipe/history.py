@@ -24,7 +24,8 @@ from pydantic import TypeAdapter
 from lenspipe.errors import RequestError, StoreError
 from lenspipe.plan import Plan
 from lenspipe.stages.work import STAGES, stage_inputs
-from lenspipe.storage.artifacts import ArtifactStore, write_through
+from lenspipe.storage.artifacts import ArtifactStore
+from lenspipe.storage.disk import write_through
 from lenspipe.storage.owners import is_alive, is_leased, owner_of
 from lenspipe.storage.remote import remote_behind
 

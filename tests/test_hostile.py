@@ -20,9 +20,10 @@ from lenspipe.cli.looking import show
 from lenspipe.errors import DamagedArtifactError, LenspipeError, RequestError
 from lenspipe.plan import make_plan
 from lenspipe.recipe import make_recipe
-from lenspipe.storage import artifacts
+from lenspipe.storage import manifests
 from lenspipe.storage.arrays import TABLE, open_residual, read_table
-from lenspipe.storage.artifacts import MANIFEST, ArtifactStore
+from lenspipe.storage.artifacts import ArtifactStore
+from lenspipe.storage.manifests import MANIFEST
 
 Values = dict[str, Any]
 JSON = st.recursive(
@@ -60,7 +61,7 @@ def forge(folder: Path, change: Callable[[Any], Any]) -> None:
     if isinstance(manifest, dict):
         manifest.pop("crc32c", None)
         with suppress(ValueError, TypeError):
-            (folder / MANIFEST).write_text(artifacts._spell(manifest))
+            (folder / MANIFEST).write_text(manifests.spelled(manifest))
             return
     (folder / MANIFEST).write_text(json.dumps(manifest))
 
@@ -69,8 +70,8 @@ def reseal(folder: Path) -> None:
     """Make a manifest account for the files as they are now."""
 
     def change(manifest: Any) -> Any:
-        sizes = artifacts._sizes(folder)
-        return {**manifest, "files": {name: (size, artifacts._crc(folder / name)) for name, size in sizes.items()}}
+        sizes = manifests.sizes_of(folder)
+        return {**manifest, "files": {name: (size, manifests.crc_of(folder / name)) for name, size in sizes.items()}}
 
     forge(folder, change)
 

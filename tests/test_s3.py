@@ -21,7 +21,8 @@ from lenspipe.folders import copy_of, url_of
 from lenspipe.plan import make_plan
 from lenspipe.recipe import make_recipe
 from lenspipe.storage import owners, remote
-from lenspipe.storage.artifacts import MANIFEST, ArtifactStore, _payload, _prefix, _spell
+from lenspipe.storage.artifacts import ArtifactStore, _payload, _prefix
+from lenspipe.storage.manifests import MANIFEST, spelled
 from lenspipe.storage.owners import leases
 from tests.s3 import SECRET, WEED, server
 from tests.storage.test_owners import make_all
@@ -179,7 +180,7 @@ def test_a_manifest_leads_nowhere_outside(name: str, url: str, monkeypatch: pyte
     place = place_of(store, MANIFEST)
     found = json.loads(store.remote.get(place) or b"")
     found.pop("crc32c")
-    store.remote.put(place, _spell({**found, "files": {name: (4, "00000000")}}).encode())
+    store.remote.put(place, spelled({**found, "files": {name: (4, "00000000")}}).encode())
     with pytest.raises(DamagedArtifactError):
         store.open("encode", KEY)
     assert not list(tmp_path.rglob("outside"))

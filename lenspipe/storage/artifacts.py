@@ -7,10 +7,7 @@ symbolic link.
 This module knows neither stages nor models.
 """
 
-import errno
 import hashlib
-import json
-import os
 import shutil
 import time
 import uuid
@@ -21,53 +18,17 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import google_crc32c
-
 from lenspipe.errors import DamagedArtifactError, StoreError
+from lenspipe.storage.disk import WRITING, make_folder, sync, sync_tree
+from lenspipe.storage.manifests import FORMAT, MANIFEST, Manifest, crc_of, crc_of_bytes, parsed, sizes_of, spelled
 from lenspipe.storage.owners import is_leased, leases, owner_of
 from lenspipe.storage.remote import Remote, forget, listing, remote_behind
 
-MANIFEST = "manifest.json"
-CHECKSUM = "crc32c"
-FORMAT = 1
 PAUSE = 0.5
 """Seconds between two looks at what another process is making."""
 
 MOST_ATTEMPTS = 10
 """How often work is begun that other processes had claimed and left, before something must be wrong."""
-
-_WRITING = {
-    errno.ENOSPC,
-    errno.EDQUOT,
-    errno.EFBIG,
-    errno.EROFS,
-    errno.EACCES,
-    errno.EPERM,
-    errno.ENOTDIR,
-    errno.EEXIST,
-    errno.EIO,
-}
-"""Errors that mean that a store cannot be written; others come from what the block did."""
-
-
-@dataclass(frozen=True, slots=True)
-class Manifest:
-    """An artifact's account of itself.
-
-    Attributes:
-        stage, key: its name.
-        inputs: what the key was computed from.
-        attributes: facts about the result.
-        files: payload file -> (bytes, CRC-32C in hexadecimal).
-        created: when.
-    """
-
-    stage: str
-    key: str
-    inputs: Mapping[str, Any]
-    attributes: Mapping[str, Any]
-    files: Mapping[str, tuple[int, str]]
-    created: datetime
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,12 +73,12 @@ class ArtifactStore:
         """Read an artifact's manifest; None where there is none that can be read."""
         found = self._manifest(stage, key)
         if found is None and self.remote:
-            found = _parsed(self.remote.get(_prefix(stage, key) + MANIFEST) or b"", stage, key)
+            found = parsed(self.remote.get(_prefix(stage, key) + MANIFEST) or b"", stage, key)
         return found
 
     def _manifest(self, stage: str, key: str) -> Manifest | None:
         try:
-            return _parsed(Path(self.path(stage, key), MANIFEST).read_bytes(), stage, key)
+            return parsed(Path(self.path(stage, key), MANIFEST).read_bytes(), stage, key)
         except OSError:
             return None
 
@@ -125,7 +86,7 @@ class ArtifactStore:
         """Tell whether the folder itself holds an artifact, every file at its size."""
         manifest = self._manifest(stage, key)
         try:
-            return manifest is not None and _sizes(self.path(stage, key)) == {
+            return manifest is not None and sizes_of(self.path(stage, key)) == {
                 name: size for name, (size, _) in manifest.files.items()
             }
         except OSError:
@@ -150,17 +111,17 @@ class ArtifactStore:
     def _is_damaged_behind(self, remote: Remote, stage: str, key: str, deep: bool) -> bool:
         if (text := remote.get(_prefix(stage, key) + MANIFEST)) is None:
             return False
-        manifest, payload = _parsed(text, stage, key), _payload(stage, key, text)
+        manifest, payload = parsed(text, stage, key), _payload(stage, key, text)
         sizes = {name.removeprefix(payload): size for name, size in remote.sizes(payload).items()}
         if manifest is None or sizes != {name: size for name, (size, _) in manifest.files.items()}:
             return True
         files = manifest.files.items()
-        return deep and any(_crc_bytes(remote.get(payload + name) or b"") != crc for name, (_, crc) in files)
+        return deep and any(crc_of_bytes(remote.get(payload + name) or b"") != crc for name, (_, crc) in files)
 
     @staticmethod
     def _differs(folder: Path, manifest: Manifest, ending: str) -> bool:
         suspects = [(name, crc) for name, (_, crc) in manifest.files.items() if name.endswith(ending)]
-        return any(_crc(folder / name) != crc for name, crc in suspects)
+        return any(crc_of(folder / name) != crc for name, crc in suspects)
 
     def keys(self, stage: str) -> list[str]:
         """List the keys of a stage's artifacts, whole or not."""
@@ -227,13 +188,13 @@ class ArtifactStore:
             self.set_aside(stage, key)
         if (text := remote.get(_prefix(stage, key) + MANIFEST)) is None:
             raise self.set_aside(stage, key)
-        manifest = _parsed(text, stage, key)
+        manifest = parsed(text, stage, key)
         draft = owner_of(self.root).drafts / f"{stage}-{key}-{uuid.uuid4().hex[:8]}"
         try:
             draft.mkdir(parents=True)
             if manifest and not any(name.startswith("/") or ".." in name.split("/") for name in manifest.files):
                 remote.download(_payload(stage, key, text), manifest.files, draft)
-                if _sizes(draft) == {n: size for n, (size, _) in manifest.files.items()}:
+                if sizes_of(draft) == {n: size for n, (size, _) in manifest.files.items()}:
                     (draft / MANIFEST).write_bytes(text)
                     if not self._differs(draft, manifest, ""):
                         self._move(draft, self.path(stage, key), stage, key)
@@ -271,7 +232,7 @@ class ArtifactStore:
             with suppress(FileNotFoundError):  # another run was quicker
                 folder.rename(aside)
         except OSError as error:
-            if error.errno not in _WRITING:
+            if error.errno not in WRITING:
                 raise
             return DamagedArtifactError(
                 f"{stage} artifact {key[:12]} is damaged and cannot be set aside ({error.strerror}): remove {folder}"
@@ -298,18 +259,20 @@ class ArtifactStore:
                     "key": key,
                     "inputs": dict(inputs),
                     "attributes": draft.attributes,
-                    "files": {n: (size, _crc(draft.folder / n)) for n, size in sorted(_sizes(draft.folder).items())},
+                    "files": {
+                        n: (size, crc_of(draft.folder / n)) for n, size in sorted(sizes_of(draft.folder).items())
+                    },
                     "created": datetime.now(UTC).isoformat(timespec="seconds"),
                 }
-                (draft.folder / MANIFEST).write_text(_spell(manifest), encoding="utf-8")
-                _sync_tree(draft.folder)
+                (draft.folder / MANIFEST).write_text(spelled(manifest), encoding="utf-8")
+                sync_tree(draft.folder)
                 if self.remote is None or self._upload(self.remote, draft.folder, stage, key):
                     self._move(draft.folder, target, stage, key)
             finally:
                 if draft:
                     shutil.rmtree(draft.folder, ignore_errors=True)
         except OSError as error:
-            if error.errno not in _WRITING:
+            if error.errno not in WRITING:
                 raise
             raise StoreError(
                 f"cannot write the {stage} artifact {key[:12]} under {self.root}: {error.strerror or error}. What was "
@@ -319,7 +282,7 @@ class ArtifactStore:
     def _upload(self, remote: Remote, folder: Path, stage: str, key: str) -> bool:
         """Publish a draft behind the folder; False where another was quicker, whose artifact then counts."""
         text = (folder / MANIFEST).read_bytes()
-        payload, names = _payload(stage, key, text), list(_sizes(folder))
+        payload, names = _payload(stage, key, text), list(sizes_of(folder))
         remote.upload(folder, names, payload)
         self.look_again()
         if remote.put(_prefix(stage, key) + MANIFEST, text, new=True):
@@ -328,7 +291,7 @@ class ArtifactStore:
         return False
 
     def _move(self, draft: Path, target: Path, stage: str, key: str) -> None:
-        _make_folder(target.parent)
+        make_folder(target.parent)
         try:
             draft.rename(target)
         except OSError:
@@ -337,7 +300,7 @@ class ArtifactStore:
             if target.exists():
                 self.set_aside(stage, key)
             draft.rename(target)
-        _sync(target.parent)
+        sync(target.parent)
 
     @contextmanager
     def claim(self, stage: str, keys: Sequence[str]) -> Iterator[list[str]]:
@@ -382,7 +345,7 @@ class ArtifactStore:
                 self.remote.put(probe.name, b"")
                 self.remote.delete(probe.name)
         except OSError as error:
-            if error.errno not in _WRITING:
+            if error.errno not in WRITING:
                 raise
             raise StoreError(f"run.store {self.root} cannot be written: {error.strerror or error}") from None
 
@@ -408,115 +371,3 @@ def _prefix(stage: str, key: str) -> str:
 def _payload(stage: str, key: str, manifest: bytes) -> str:
     """What the names of the objects of its payload begin with."""
     return f"{_prefix(stage, key)}{hashlib.sha256(manifest).hexdigest()[:16]}/"
-
-
-def _parsed(content: bytes, stage: str, key: str) -> Manifest | None:
-    """Make sense of a manifest's bytes; None where that cannot be done, or it is another artifact's."""
-    try:
-        text = content.decode()
-        values = json.loads(text)
-        if not _is_intact(text, values[CHECKSUM]):
-            return None
-        files = {str(name): (int(size), str(crc)) for name, (size, crc) in values["files"].items()}
-        if values["format"] != FORMAT or values["stage"] != stage or values["key"] != key:
-            return None
-        inputs, attributes, created = dict(values["inputs"]), dict(values["attributes"]), values["created"]
-        return Manifest(stage, key, inputs, attributes, files, datetime.fromisoformat(created).astimezone(UTC))
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
-        return None
-
-
-def _sizes(folder: Path) -> dict[str, int]:
-    """Bytes of every payload file, by its path inside the folder."""
-    found: dict[str, int] = {}
-    waiting = [""]
-    while waiting:
-        inner = waiting.pop()
-        with os.scandir(f"{folder}/{inner}") as entries:
-            for entry in entries:
-                name = inner + entry.name
-                if entry.is_dir(follow_symlinks=False):
-                    waiting.append(f"{name}/")
-                elif name != MANIFEST:
-                    if entry.is_symlink():
-                        raise OSError(errno.ELOOP, "an artifact holds no symbolic links", entry.path)
-                    found[name] = entry.stat().st_size
-    return found
-
-
-def _spell(manifest: Mapping[str, Any]) -> str:
-    """Spell a manifest, with a line for the checksum of all its other lines."""
-
-    def spell(values: Mapping[str, Any]) -> str:
-        return json.dumps(values, indent=1, sort_keys=True, allow_nan=False)
-
-    return spell({**manifest, CHECKSUM: _crc_text(spell(manifest))})
-
-
-def _is_intact(text: str, crc: str) -> bool:
-    """Tell whether the other lines of a manifest still have the checksum that it gives."""
-    return _crc_text(text.replace(f'\n "{CHECKSUM}": "{crc}",', "", 1)) == crc
-
-
-def _crc_text(text: str) -> str:
-    return str(google_crc32c.Checksum(text.encode()).hexdigest().decode())
-
-
-def _crc(path: Path) -> str:
-    checksum = google_crc32c.Checksum()
-    with path.open("rb") as file:
-        while block := file.read(2**20):
-            checksum.update(block)
-    return str(checksum.hexdigest().decode())
-
-
-def write_through(root: Path, name: str, text: str) -> None:
-    """Write a small file of a store so that it is there in whole or as it was before, on the disk or behind the folder.
-
-    Raises:
-        StoreError: it cannot be written.
-    """
-    path = root / name
-    new = path.with_name(f".{path.name}-{uuid.uuid4().hex[:8]}")
-    if remote := remote_behind(root):
-        remote.put(name, text.encode())
-    try:
-        _make_folder(path.parent)
-        try:
-            new.write_text(text, encoding="utf-8")
-            _sync(new)
-            new.rename(path)
-            _sync(path.parent)
-        finally:
-            new.unlink(missing_ok=True)
-    except OSError as error:
-        if error.errno not in _WRITING:
-            raise
-        raise StoreError(f"cannot write {path}: {error.strerror or error}") from error
-
-
-def _make_folder(folder: Path) -> None:
-    """Make a folder and those above it, written through to the disk."""
-    if not folder.is_dir():
-        _make_folder(folder.parent)
-        folder.mkdir(exist_ok=True)
-        _sync(folder.parent)
-
-
-def _crc_bytes(content: bytes) -> str:
-    return str(google_crc32c.Checksum(content).hexdigest().decode())
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _sync_tree(folder: Path) -> None:
-    for base, _, names in os.walk(folder, topdown=False):
-        for name in names:
-            _sync(Path(base, name))
-        _sync(Path(base))

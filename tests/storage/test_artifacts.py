@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lenspipe.errors import DamagedArtifactError, StoreError
-from lenspipe.storage import artifacts
-from lenspipe.storage.artifacts import MANIFEST, ArtifactStore
+from lenspipe.storage import artifacts, disk
+from lenspipe.storage.artifacts import ArtifactStore
+from lenspipe.storage.manifests import MANIFEST
 from lenspipe.storage.owners import owner_of
 
 settings.register_profile("untimed", settings.default, deadline=None)
@@ -297,8 +298,14 @@ def test_an_artifact_holds_no_symbolic_links(published, tmp_path, name):
 def test_everything_is_written_through_to_the_disk_before_an_artifact_appears(store, monkeypatch):
     """In this order: all files and folders of the draft, the rename, the folders above."""
     happened = []
-    real_sync, real_rename = artifacts._sync, Path.rename
-    monkeypatch.setattr(artifacts, "_sync", lambda path: (happened.append(("sync", Path(path))), real_sync(path)))
+    real_sync, real_rename = disk.sync, Path.rename
+
+    def sync(path):
+        happened.append(("sync", Path(path)))
+        real_sync(path)
+
+    monkeypatch.setattr(disk, "sync", sync)
+    monkeypatch.setattr(artifacts, "sync", sync)
 
     def rename(self, target):
         happened.append(("rename", self))
