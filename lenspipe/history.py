@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
-from lenspipe.errors import RequestError, StoreError
+from lenspipe.errors import RequestError, StoreError, redacted
 from lenspipe.plan import Plan
 from lenspipe.stages.work import STAGES, stage_inputs
 from lenspipe.storage.artifacts import ArtifactStore
@@ -118,7 +118,7 @@ def _begin(plan: Plan) -> Record:
         state="running",
         owner=owner_of(root).id,
         title=plan.title,
-        started=now.isoformat(timespec="seconds"),
+        started=now.isoformat(timespec="milliseconds"),
         ended="",
         recipe=plan.recipe.as_dict(),
         base=plan.recipe.base,
@@ -141,11 +141,11 @@ def _begin(plan: Plan) -> Record:
 
 
 def _end(plan: Plan, record: Record, state: State, error: str = "") -> None:
-    ended = datetime.now(UTC).isoformat(timespec="seconds")
-    made = ArtifactStore(plan.recipe.store).manifest("assemble", plan.dataset)
-    rows = int(made.attributes.get("rows", record.rows)) if made else record.rows
-    with suppress(StoreError):  # a disk that is full; the run itself says so
-        _write(plan.recipe.store, replace(record, state=state, ended=ended, rows=rows, error=error))
+    ended = datetime.now(UTC).isoformat(timespec="milliseconds")
+    with suppress(StoreError):  # a disk that is full, a service that is gone; the run itself says so
+        made = ArtifactStore(plan.recipe.store).manifest("assemble", plan.dataset)
+        rows = int(made.attributes.get("rows", record.rows)) if made else record.rows
+        _write(plan.recipe.store, replace(record, state=state, ended=ended, rows=rows, error=redacted(error)))
 
 
 def _write(root: Path, record: Record) -> None:

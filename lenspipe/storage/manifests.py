@@ -98,8 +98,8 @@ def sizes_of(folder: Path) -> dict[str, int]:
                 name = inner + entry.name
                 if entry.is_dir(follow_symlinks=False):
                     waiting.append(f"{name}/")
+                elif entry.is_symlink():
+                    raise OSError(errno.ELOOP, "an artifact holds no symbolic links", entry.path)
                 elif name != MANIFEST:
-                    if entry.is_symlink():
-                        raise OSError(errno.ELOOP, "an artifact holds no symbolic links", entry.path)
                     found[name] = entry.stat().st_size
     return found
