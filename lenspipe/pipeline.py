@@ -5,7 +5,7 @@ each stage finds the one before it in the artifact store, under its key.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +26,7 @@ from lenspipe.stages.assemble import assemble
 from lenspipe.stages.capture import capture
 from lenspipe.stages.encode import encode
 from lenspipe.stages.read import load_lenses, read
-from lenspipe.stages.work import NamedTokens, dataset_key, sites_of
+from lenspipe.stages.work import Cell, NamedTokens, ShardWork, dataset_key, sites_of
 from lenspipe.storage.artifacts import ArtifactStore
 
 listener: Callable[[str, int], None] | None = None
@@ -59,9 +59,16 @@ class _Work:
             NamedTokens.from_dict(values["named"]),
         )
 
-    def make(self, stage: str, make: Callable[[], None]) -> None:
-        """Make what is missing of a stage, and wait for what other runs are making."""
-        self.store.until_whole([name for item in self.todo for name in item.artifacts(stage)], make)
+    def share(self, stage: str, make: Callable[[ShardWork, Sequence[Cell]], None]) -> None:
+        """Make the cells of a stage that nobody else is making, shard by shard, until all are there."""
+
+        def make_mine() -> None:
+            for item in self.todo:
+                with item.claimed(self.store, stage) as cells:
+                    if cells:
+                        make(item.shard, cells)
+
+        self.store.until_whole([name for item in self.todo for name in item.artifacts(stage)], make_mine)
 
 
 _OPTIONS: dict[str, Any] = {
@@ -80,7 +87,10 @@ def encode_task(title: str, work: str) -> str:
     told = _Work.of(work)
     facts, shards = read_facts(told.recipe), [item.shard for item in told.todo]
     tokenizer = load_tokenizer(facts.folder, told.recipe.model.trust_remote_code)
-    told.make("encode", lambda: encode(told.store, told.recipe, facts, tokenizer, shards, _report("encode")))
+    told.store.until_whole(
+        [("encode", shard.encode) for shard in shards],
+        lambda: encode(told.store, told.recipe, facts, tokenizer, shards, _report("encode")),
+    )
     return title
 
 
@@ -90,11 +100,10 @@ def capture_task(title: str, work: str) -> str:
     told = _Work.of(work)
     model = shared_model(told.recipe, read_facts(told.recipe))
 
-    def make() -> None:
-        for item in told.todo:
-            capture(told.store, told.recipe, model, item.shard, item.cells, _report("capture"))
+    def make(shard: ShardWork, cells: Sequence[Cell]) -> None:
+        capture(told.store, told.recipe, model, shard, cells, _report("capture"))
 
-    told.make("capture", make)
+    told.share("capture", make)
     return title
 
 
@@ -104,12 +113,11 @@ def read_task(title: str, work: str) -> str:
     told = _Work.of(work)
     model = shared_model(told.recipe, read_facts(told.recipe))
 
-    def make() -> None:
-        for item in told.todo:
-            stream = item.shard.index in told.stream
-            read(told.store, told.recipe, model, item.shard, item.cells, told.named, stream, _report("read"))
+    def make(shard: ShardWork, cells: Sequence[Cell]) -> None:
+        stream = shard.index in told.stream
+        read(told.store, told.recipe, model, shard, cells, told.named, stream, _report("read"))
 
-    told.make("read", make)
+    told.share("read", make)
     return title
 
 
@@ -120,12 +128,14 @@ def assemble_task(title: str, work: str) -> str:
     facts, shards = read_facts(told.recipe), [item.shard for item in told.todo]
     tokenizer = load_tokenizer(facts.folder, told.recipe.model.trust_remote_code)
     sites = tuple(dict.fromkeys(sites_of(shards[0].cells, facts)))
-    dataset = [("assemble", dataset_key(told.recipe, facts, shards))]
+    key = dataset_key(told.recipe, facts, shards)
 
     def make() -> None:
-        assemble(told.store, told.recipe, facts, tokenizer, sites, shards, told.named, _report("assemble"))
+        with told.store.claim("assemble", [key]) as mine:
+            if mine:
+                assemble(told.store, told.recipe, facts, tokenizer, sites, shards, told.named, _report("assemble"))
 
-    told.store.until_whole(dataset, make)
+    told.store.until_whole([("assemble", key)], make)
     return title
 
 

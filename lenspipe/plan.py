@@ -5,7 +5,8 @@ Planning reads the corpus's text and the checkpoint's files, tokenizes nothing, 
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -53,6 +54,12 @@ class Todo:
         if stage == "encode":
             return [("encode", self.shard.encode)]
         return [(stage, getattr(cell, stage)) for cell in self.cells]
+
+    @contextmanager
+    def claimed(self, store: ArtifactStore, stage: str) -> Iterator[tuple[Cell, ...]]:
+        """Claim those of its cells that are not done and that nobody else is doing."""
+        with store.claim(stage, [key for _, key in self.artifacts(stage)]) as keys:
+            yield tuple(cell for cell in self.cells if getattr(cell, stage) in keys)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for a task's parameters."""

@@ -54,7 +54,7 @@ def assemble(
     named: NamedTokens,
     report: Callable[[int], None],
 ) -> None:
-    """Write and publish the dataset, unless it is there or another run is writing it.
+    """Write and publish the dataset.
 
     Args:
         store, recipe, facts, tokenizer: of the run.
@@ -67,22 +67,6 @@ def assemble(
         DamagedArtifactError: a cell is absent or damaged.
     """
     key = dataset_key(recipe, facts, shards)
-    with store.claim("assemble", [key]) as mine:
-        if mine:
-            _assemble(store, recipe, facts, tokenizer, sites, shards, named, key, report)
-
-
-def _assemble(
-    store: ArtifactStore,
-    recipe: Recipe,
-    facts: ModelFacts,
-    tokenizer: Tokenizer,
-    sites: Sequence[Site],
-    shards: Sequence[ShardWork],
-    named: NamedTokens,
-    key: str,
-    report: Callable[[int], None],
-) -> None:
     tables = [_ShardTable(store, recipe, shard) for shard in shards]
     pieces = [table.piece for table in tables]
     starts = np.concatenate([[0], np.cumsum([len(piece.rows) for piece in pieces])])

@@ -36,27 +36,13 @@ def capture(
     Args:
         store, recipe, model: of the run.
         shard: which documents.
-        cells: which of its cells; those that are done, or claimed by another run, are passed over.
+        cells: which of its cells, none of them done.
         report: told the tokens of each batch.
 
     Raises:
         NonFiniteError: a state holds NaN or infinity; nothing of this shard is published.
         DamagedArtifactError: the shard's tokens are absent or damaged.
     """
-    with store.claim("capture", [cell.capture for cell in cells]) as keys:
-        mine = [cell for cell in cells if cell.capture in keys]
-        if mine:
-            _capture(store, recipe, model, shard, mine, report)
-
-
-def _capture(
-    store: ArtifactStore,
-    recipe: Recipe,
-    model: LensModel,
-    shard: ShardWork,
-    cells: Sequence[Cell],
-    report: Callable[[int], None],
-) -> None:
     sites = sites_of(cells, model.facts)
     tokens = load_tokens(store, shard.encode)
     rows = select_rows(tokens, recipe.capture.positions)

@@ -101,7 +101,7 @@ def read(
     Args:
         store, recipe, model: of the run.
         shard: which documents.
-        cells: which of its cells; those that are done, or claimed by another run, are passed over.
+        cells: which of its cells, none of them done.
         named: tokens that the recipe names.
         stream: capture now and store no residuals, instead of reading stored ones.
         report: told the tokens (streaming) or rows (stored) of each block.
@@ -109,22 +109,6 @@ def read(
     Raises:
         DamagedArtifactError: tokens or residuals are absent or damaged.
     """
-    with store.claim("read", [cell.read for cell in cells]) as keys:
-        mine = [cell for cell in cells if cell.read in keys]
-        if mine:
-            _read(store, recipe, model, shard, mine, named, stream, report)
-
-
-def _read(
-    store: ArtifactStore,
-    recipe: Recipe,
-    model: LensModel,
-    shard: ShardWork,
-    cells: Sequence[Cell],
-    named: NamedTokens,
-    stream: bool,
-    report: Callable[[int], None],
-) -> None:
     tokens = load_tokens(store, shard.encode)
     rows = select_rows(tokens, recipe.capture.positions)
     request = request_of(recipe, named)

@@ -64,23 +64,18 @@ def _make(plan: Plan) -> None:
     def nothing(_: int) -> None: ...
 
     todo = [item.shard for item in plan.encode]
-    store.until_whole(
-        [("encode", s.encode) for s in todo], lambda: encode(store, recipe, facts, tokenizer, todo, nothing)
-    )
+    encode(store, recipe, facts, tokenizer, todo, nothing)
     if plan.loads_model:
         model = shared_model(recipe, facts)
         for item in plan.capture:
-            names = item.artifacts("capture")
-            store.until_whole(names, lambda i=item: capture(store, recipe, model, i.shard, i.cells, nothing))  # type: ignore[misc]
+            with item.claimed(store, "capture") as cells:
+                capture(store, recipe, model, item.shard, cells, nothing)
         for item in plan.read:
-            streams, names = item.shard.index in plan.stream, item.artifacts("read")
-            store.until_whole(
-                names,
-                lambda i=item, s=streams: read(store, recipe, model, i.shard, i.cells, named, s, nothing),  # type: ignore[misc]
-            )
-    shards = plan.shards
-    dataset = [("assemble", plan.dataset)]
-    store.until_whole(dataset, lambda: assemble(store, recipe, facts, tokenizer, plan.sites, shards, named, nothing))
+            with item.claimed(store, "read") as cells:
+                read(store, recipe, model, item.shard, cells, named, item.shard.index in plan.stream, nothing)
+    if plan.assemble:
+        with store.claim("assemble", [plan.dataset]):
+            assemble(store, recipe, facts, tokenizer, plan.sites, plan.shards, named, nothing)
 
 
 def contents(path: Path) -> dict[str, Any]:
