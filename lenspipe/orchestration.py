@@ -156,16 +156,18 @@ def task_runner(run: Run) -> TaskRunner[Any]:
 
 
 @contextmanager
-def one_flow_run() -> Iterator[None]:
-    """Have a server, and spare a flow run the second that its heartbeat thread takes to end.
+def one_flow_run(run: Run) -> Iterator[None]:
+    """Have one server for this process and its workers, and spare a flow run the second its heartbeat takes to end.
 
     Raises:
         LenspipeError: the Prefect server cannot be reached.
     """
     try:
-        with temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}):
-            if PREFECT_API_URL.value() is None:
-                _start_private_server()
+        server = PREFECT_API_URL.value() or _private_server()
+        # Prefect sends settings along with each task. A worker that is not told of a server starts one of its own: a
+        # waste on this machine, and a need where our private one, which listens to this machine alone, is out of reach.
+        shared = {} if run.address else {PREFECT_API_URL: server}
+        with temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None, **shared}):
             yield
     except RuntimeError as error:
         if not str(error).startswith("Failed to reach API"):  # all by which Prefect tells it apart
@@ -176,14 +178,19 @@ def one_flow_run() -> Iterator[None]:
         ) from error
 
 
-def _start_private_server() -> None:
-    """Start the server that Prefect would start by itself, so that it ends with this process, however that ends."""
+def _private_server() -> str:
+    """Start the server that Prefect would start by itself, so that it ends with this process, however that ends.
+
+    Returns:
+        Its URL.
+    """
     from prefect.server.api.server import SubprocessASGIServer  # noqa: PLC0415 -- takes seconds to import
 
     server = SubprocessASGIServer()
     if not server.running:
         threading.Thread(target=_leash, args=(server,), name="lenspipe-leash", daemon=True).start()
         server.start()
+    return server.api_url
 
 
 def _leash(server: Any) -> None:

@@ -170,5 +170,5 @@ def run_flow(plan: Plan) -> Path:
     """Carry a plan out with the runner that its recipe names; returns the dataset's path."""
     recipe = plan.recipe
     chosen = lens_flow.with_options(task_runner=task_runner(recipe.run))
-    with one_flow_run(), nullcontext() if plan.is_done else recorded(plan):
+    with one_flow_run(recipe.run), nullcontext() if plan.is_done else recorded(plan):
         return Path(chosen(plan.title, recipe.as_dict(), recipe.base, Handed(plan)))

@@ -123,10 +123,10 @@ def test_plan_says_what_run_would_refuse(store: Path) -> None:
     assert "run.max_bytes is 1,000" in refused
 
 
-def start(folder: Path) -> "subprocess.Popen[str]":
+def start(folder: Path, *words: str) -> "subprocess.Popen[str]":
     """Begin a run of some dozen shards, whose store is in that folder."""
     (folder / "recipe.toml").write_text(PROSE)
-    command = [LENSPIPE, "run", str(folder / "recipe.toml")]
+    command = [LENSPIPE, "run", str(folder / "recipe.toml"), *words]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
 
 
@@ -143,15 +143,20 @@ def some(store: Path, stage: str, n: int = 1) -> Callable[[], bool]:
     return lambda: len(list(ArtifactStore(store).keys(stage))) >= n
 
 
-def servers() -> set[str]:
-    """Processes of private Prefect servers."""
-    found = subprocess.run(["ps", "axo", "pid,command"], capture_output=True, text=True, check=True).stdout
-    return {line.split()[0] for line in found.splitlines() if "prefect.server.api.server:create_app" in line}
+def processes(word: str, parent: int | None = None) -> set[int]:
+    """Processes whose command has a word: all, or one process's children."""
+    listed = subprocess.run(["ps", "axww", "-o", "pid,ppid,command"], capture_output=True, text=True, check=True).stdout
+    found = [line.split(maxsplit=2) for line in listed.splitlines()[1:] if word in line]
+    return {int(child) for child, of, _ in found if parent in (None, int(of))}
+
+
+SERVER = "prefect.server.api.server:create_app"
+"""In the command of a private Prefect server."""
 
 
 @pytest.mark.slow
 def test_a_run_that_is_stopped_or_killed_goes_on_where_it_was(tmp_path: Path) -> None:
-    store, before = tmp_path / "store", servers()
+    store, before = tmp_path / "store", processes(SERVER)
     stopped = start(tmp_path)
     wait_for(some(store, "capture"), stopped)
     said = ask("status", str(store))
@@ -172,9 +177,9 @@ def test_a_run_that_is_stopped_or_killed_goes_on_where_it_was(tmp_path: Path) ->
     killed.communicate(timeout=100)
     assert "was killed; run its recipe again to go on" in ask("status", str(store))
     deadline = time.monotonic() + 60
-    while servers() - before and time.monotonic() < deadline:
+    while processes(SERVER) - before and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert servers() - before == set()
+    assert processes(SERVER) - before == set()
 
     ended = start(tmp_path)
     path, errors = ended.communicate(timeout=300)
@@ -184,6 +189,25 @@ def test_a_run_that_is_stopped_or_killed_goes_on_where_it_was(tmp_path: Path) ->
     assert states == ["stopped", "killed", "finished"]
     assert [path for path in (store / "drafts").rglob("*") if path.is_file()] == []
     assert list((store / "leases").iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.dask
+def test_a_killed_dask_worker_costs_the_run_nothing(tmp_path: Path) -> None:
+    store, before = tmp_path / "store", processes(SERVER)
+    run = start(tmp_path, "--set=run.runner=dask", "--set=run.workers=2")
+    wait_for(some(store, "read"), run)
+    assert len(processes(SERVER, run.pid)) == len(processes(SERVER) - before) == 1  # none of a worker's own
+    os.kill(min(processes("spawn_main", run.pid)), signal.SIGKILL)
+    path, errors = run.communicate(timeout=300)
+    assert run.returncode == 0, errors
+    assert "Traceback" not in errors
+    # Whatever the cluster had been told, each cell is there, once, and right.
+    plan = make_plan(load_recipe(tmp_path / "recipe.toml"))
+    assert plan.is_done
+    assert lenspipe.open_dataset(path.strip()).sizes["token"] == plan.n_tokens()
+    assert "none damaged, by every byte" in ask("verify", str(store), "--deep")
+    assert processes(SERVER) - before == set()
 
 
 @pytest.mark.slow
