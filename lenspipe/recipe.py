@@ -206,7 +206,10 @@ class Run(_Group):
     runner: Literal["threads", "dask", "ray"] = Field("threads", description="what carries the tasks")
     workers: int = Field(1, ge=1, description="how many tasks run at once")
     address: str | None = Field(None, description="address of a running Dask or Ray cluster; none starts a local one")
-    api: str | None = Field(None, description="URL of a Prefect server; none uses a private one for the run")
+    api: str | None = Field(
+        None,
+        description="URL of a Prefect server; none uses a private one for the run, and one for each worker of an address",
+    )
 
 
 class Recipe(_Group):
