@@ -17,6 +17,7 @@ from prefect.cache_policies import NO_CACHE
 
 from lenspipe.history import recorded
 from lenspipe.models.facts import read_facts
+from lenspipe.models.lens_model import LensModel
 from lenspipe.models.shared import shared_model
 from lenspipe.models.tokenizer import load_tokenizer
 from lenspipe.orchestration import Handed, Sender, is_transient, one_flow_run, task_runner, wait
@@ -26,6 +27,7 @@ from lenspipe.stages.assemble import assemble
 from lenspipe.stages.capture import capture
 from lenspipe.stages.encode import encode
 from lenspipe.stages.read import load_lenses, read
+from lenspipe.stages.sample import hold_model, hold_tokenizer
 from lenspipe.stages.work import Cell, NamedTokens, ShardWork, dataset_key, sites_of
 from lenspipe.storage.artifacts import ArtifactStore
 
@@ -59,6 +61,12 @@ class _Work:
             NamedTokens.from_dict(values["named"]),
         )
 
+    def model(self) -> LensModel:
+        """Open the model, and make sure that it computes what it did for what the store holds already."""
+        model = shared_model(self.recipe, read_facts(self.recipe))
+        hold_model(self.store, self.recipe, model)
+        return model
+
     def share(self, stage: str, make: Callable[[ShardWork, Sequence[Cell]], None]) -> None:
         """Make the cells of a stage that nobody else is making, shard by shard, until all are there."""
 
@@ -87,6 +95,7 @@ def encode_task(title: str, work: str) -> str:
     told = _Work.of(work)
     facts, shards = read_facts(told.recipe), [item.shard for item in told.todo]
     tokenizer = load_tokenizer(facts.folder, told.recipe.model.trust_remote_code)
+    hold_tokenizer(told.store, facts, tokenizer)
     told.store.until_whole(
         [("encode", shard.encode) for shard in shards],
         lambda: encode(told.store, told.recipe, facts, tokenizer, shards, _report("encode")),
@@ -98,7 +107,7 @@ def encode_task(title: str, work: str) -> str:
 def capture_task(title: str, work: str) -> str:
     """Capture some shards' residuals."""
     told = _Work.of(work)
-    model = shared_model(told.recipe, read_facts(told.recipe))
+    model = told.model()
 
     def make(shard: ShardWork, cells: Sequence[Cell]) -> None:
         capture(told.store, told.recipe, model, shard, cells, _report("capture"))
@@ -111,7 +120,7 @@ def capture_task(title: str, work: str) -> str:
 def read_task(title: str, work: str) -> str:
     """Read some shards out, from stored residuals or while capturing."""
     told = _Work.of(work)
-    model = shared_model(told.recipe, read_facts(told.recipe))
+    model = told.model()
 
     def make(shard: ShardWork, cells: Sequence[Cell]) -> None:
         stream = shard.index in told.stream

@@ -92,7 +92,8 @@ class Corpus(_Group):
     messages: str | None = Field(
         None,
         min_length=1,
-        description="a column of chat messages, put through the tokenizer's chat template, instead of text",
+        description="a column of chat messages, put through the tokenizer's chat template, instead of text; a template "
+        "that writes the date is told it is 26 July 2024",
     )
     columns: list[str] = Field(default=[], description="columns to keep, as coordinates on document")
     limit: int | None = Field(None, ge=1, description="read only the first so many documents")
@@ -208,7 +209,7 @@ class Run(_Group):
     address: str | None = Field(None, description="address of a running Dask or Ray cluster; none starts a local one")
     api: str | None = Field(
         None,
-        description="URL of a Prefect server; none uses a private one for the run, and one for each worker of an address",
+        description="URL of a Prefect server; none uses a private one for the run, and for each worker at an address",
     )
 
 

@@ -12,11 +12,11 @@ from datetime import UTC, datetime, timedelta
 from lenspipe.errors import RequestError, StoreError
 from lenspipe.history import REMOVAL, find, forget, keys_of, records, state_of
 from lenspipe.plan import CUT, Plan
-from lenspipe.stages.work import STAGES
+from lenspipe.stages.work import SAMPLE, STAGES
 from lenspipe.storage.artifacts import ArtifactStore
 from lenspipe.storage.owners import held_leases, leases, sweep
 
-ALL_STAGES = (CUT, *STAGES)
+ALL_STAGES = (CUT, SAMPLE, *STAGES)
 
 
 @dataclass

@@ -89,7 +89,9 @@ FACTS: dict[str, Field] = {
     "the bytes of a lens's numbers": Field(FROM_READ, "of the cells read with it"),
     "the contents of the token sets": Field(FROM_READ, "names and tokens, not spelling"),
     "the version of a stage's numbers": Field(ALL, "of that stage and all that rest on it"),
-    "versions of torch, transformers, numpy ...": Field(NONE, "written into datasets and records; `diff` shows them"),
+    "versions of torch, transformers, numpy ...": Field(
+        NONE, "recorded; a run that they make compute otherwise is refused"
+    ),
     "the processor and the number of threads": Field(NONE, "changes last bits only, or none; the kernel is recorded"),
     "names, places and times of files": Field(NONE, "what counts is what they hold"),
 }

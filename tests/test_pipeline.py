@@ -20,11 +20,15 @@ from lenspipe.cli.looking import show
 from lenspipe.corpora.documents import read_documents
 from lenspipe.errors import DamagedArtifactError, ModelError, NonFiniteError, RequestError
 from lenspipe.keys import artifact_key
+from lenspipe.models.facts import read_facts
+from lenspipe.models.lens_model import load_model
 from lenspipe.models.structure import probe_ids
 from lenspipe.plan import make_plan
 from lenspipe.recipe import make_recipe
+from lenspipe.stages.sample import hold_model
 from lenspipe.stages.work import VERSION
 from lenspipe.storage.artifacts import ArtifactStore
+from lenspipe.upkeep import ALL_STAGES
 from tests.conftest import ROOT
 
 pytestmark = [pytest.mark.prefect, pytest.mark.usefixtures("prefect_server")]
@@ -291,14 +295,13 @@ def test_manifests_inputs_spell_the_key(values: Values) -> None:
             == path.parent.name
         )
         seen.add(found["stage"])
-    assert seen == {"cut", "encode", "capture", "read", "assemble"}
+    assert seen == set(ALL_STAGES)
 
 
 def test_a_store_holds_artifacts_and_nothing_of_prefect(values: Values) -> None:
     run(values)
     root = Path(values["run"]["store"])
-    stages = ["assemble", "capture", "cut", "encode", "read"]
-    assert sorted(path.name for path in root.iterdir()) == sorted([*stages, "drafts", "leases", "owners", "runs"])
+    assert sorted(path.name for path in root.iterdir()) == sorted([*ALL_STAGES, "drafts", "leases", "owners", "runs"])
     assert not [path for path in root.rglob("*") if "prefect" in path.name]
     assert list((root / "leases").iterdir()) == []
     assert [path for folder in (root / "drafts").iterdir() for path in folder.iterdir()] == []
@@ -362,6 +365,16 @@ def test_chat_messages_go_through_the_template(values: Values, tmp_path: Path) -
     ds = run(asked)
     assert "".join(ds.lens.tokens().values[1:]) == "[user] Hello\n[bot] Hi\n"
     assert ds["input_id"].values[0] == 0 != ds["input_id"].values[1]
+
+
+def test_a_model_that_computes_otherwise_than_the_stores_adds_nothing_to_it(values: Values) -> None:
+    recipe = make_recipe(values)
+    other = load_model(recipe, read_facts(recipe))
+    other.hf.model.layers[1].mlp.register_forward_hook(lambda _m, _a, output: output * 1.5)
+    hold_model(ArtifactStore(recipe.store), recipe, other)  # as a version of a library might have computed
+    with pytest.raises(RequestError, match="computes other numbers than when"):
+        run(values)
+    assert [name for name in ("capture", "read", "assemble") if ArtifactStore(recipe.store).keys(name)] == []
 
 
 def broken_at_a_token(values: Values, folder: Path) -> tuple[Values, int]:

@@ -18,6 +18,7 @@ from lenspipe.errors import DamagedArtifactError, RequestError, StoreError
 from lenspipe.history import Record, find, keys_of, records, state_of
 from lenspipe.plan import Plan, make_plan
 from lenspipe.recipe import make_recipe
+from lenspipe.stages.work import STAGES
 from lenspipe.storage.artifacts import ArtifactStore
 from lenspipe.storage.owners import leases
 
@@ -75,9 +76,7 @@ def test_a_run_is_recorded_with_what_it_was_asked_and_what_it_made(finished: Val
     assert record.rows == lenspipe.open_dataset(planned.dataset_path).sizes["token"]
     assert record.todo == {"encode": 4, "capture": 20, "read": 20, "assemble": 1}
     held, needed = keys(store), keys_of(store.root, record)
-    assert {stage: set(needed[stage]) for stage in held if stage != "cut"} == {
-        stage: found for stage, found in held.items() if stage != "cut"
-    }
+    assert {stage: set(needed[stage]) for stage in STAGES} == {stage: held[stage] for stage in STAGES}
 
 
 def test_a_cached_run_is_recorded_once_where_no_run_is_known(finished: Values) -> None:
@@ -255,7 +254,7 @@ def test_a_run_without_a_dataset_cannot_be_exported(finished: Values) -> None:
 def test_a_whole_store_is_verified_as_such(finished: Values) -> None:
     found = upkeep.verify(store_of(finished), deep=True)
     assert {stage: checked.artifacts for stage, checked in found.items()} == {
-        "cut": 1, "encode": 4, "capture": 20, "read": 20, "assemble": 1,
+        "cut": 1, "sample": 2, "encode": 4, "capture": 20, "read": 20, "assemble": 1,
     }  # fmt: skip
     assert not any(checked.damaged for checked in found.values())
     for stage, checked in found.items():

@@ -2,10 +2,27 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from lenspipe.errors import ModelError, RequestError
+
+CHAT_DATE = "2024-07-26"
+"""What chat templates that write today's date are told it is, so that a text has the same tokens on any day.
+
+Llama 3's templates name this day themselves where they are told none.
+"""
+
+
+def timeless(template: str) -> str:
+    """Tell a chat template that it is CHAT_DATE: in jinja itself, as its sandbox is given no function from outside."""
+    if "strftime_now" not in template:
+        return template
+    day = datetime.fromisoformat(CHAT_DATE)
+    spelled = "".join(f".replace('%{c}', '{day.strftime(f'%{c}')}')" for c in "aAbBcdHIjmMpSUwWxXyY")
+    unpadded = "".join(f".replace('%-{c}', '{int(day.strftime(f'%{c}'))}')" for c in "dHIjmMS")
+    return f"{{% macro strftime_now(format) %}}{{{{ format{spelled}{unpadded} }}}}{{% endmacro %}}\n{template}"
 
 
 @dataclass(frozen=True)
@@ -63,7 +80,10 @@ class Tokenizer:
         if not self.hf.chat_template:
             raise RequestError("corpus.messages needs a chat template, and this tokenizer has none: use corpus.text")
         try:
-            ids = self.hf.apply_chat_template([dict(item) for item in messages], tokenize=True, return_dict=False)
+            template = timeless(self.hf.get_chat_template())
+            ids = self.hf.apply_chat_template(
+                [dict(item) for item in messages], chat_template=template, tokenize=True, return_dict=False
+            )
         except Exception as error:  # templates are programs and raise what they like
             raise RequestError(f"{origin}: the chat template refuses these messages: {error}") from None
         if not ids:

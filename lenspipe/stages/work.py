@@ -16,9 +16,13 @@ from lenspipe.grid import Site, parse_site, previous_site
 from lenspipe.keys import artifact_key, digest
 from lenspipe.lenses.files import lens_digest
 from lenspipe.models.facts import ModelFacts
+from lenspipe.models.tokenizer import CHAT_DATE
 from lenspipe.recipe import Parts, Recipe, lens_name
 from lenspipe.storage.artifacts import ArtifactStore
 from lenspipe.variables import AGAINST_FINAL
+
+SAMPLE = "sample"
+"""Stage of what a store holds later runs to; see stages.sample."""
 
 STAGES = ("encode", "capture", "read", "assemble")
 VERSION = {"encode": 1, "capture": 1, "read": 2, "assemble": 2}
@@ -165,7 +169,7 @@ def token_inputs(recipe: Recipe, facts: ModelFacts, contents: str) -> dict[str, 
     return {
         "contents": contents,
         "tokenizer": facts.tokenizer_digest,
-        "chat": corpus.messages is not None,
+        "chat": corpus.messages is not None and {"date": CHAT_DATE},
         "max_length": resolved_max_length(recipe, facts),
         "overflow": corpus.overflow,
         "stride": corpus.stride,
@@ -179,18 +183,25 @@ def encode_inputs(recipe: Recipe, facts: ModelFacts, contents: str, columns: str
     return {"tokens": token_inputs(recipe, facts, contents), "columns": columns, "answer": answer}
 
 
-def capture_inputs(recipe: Recipe, facts: ModelFacts, tokens: str, site: Site) -> dict[str, Any]:
-    """All that decides a cell's residuals."""
-    positions = recipe.capture.positions
+def model_inputs(recipe: Recipe, facts: ModelFacts) -> dict[str, Any]:
+    """All that decides what a model computes of given tokens."""
     return {
         "model": facts.digest,
         "dtype": facts.dtype,
         "attention": recipe.model.attention,
+        **({} if recipe.model.parts == Parts() else {"parts": recipe.model.parts.model_dump()}),
+    }
+
+
+def capture_inputs(recipe: Recipe, facts: ModelFacts, tokens: str, site: Site) -> dict[str, Any]:
+    """All that decides a cell's residuals."""
+    positions = recipe.capture.positions
+    return {
+        **model_inputs(recipe, facts),
         "tokens": tokens,
         "state": site.state,
         "positions": positions if isinstance(positions, str) else sorted(set(positions)),
         **({} if recipe.capture.nonfinite == "refuse" else {"nonfinite": recipe.capture.nonfinite}),
-        **({} if recipe.model.parts == Parts() else {"parts": recipe.model.parts.model_dump()}),
     }
 
 

@@ -15,6 +15,7 @@ from lenspipe.stages.assemble import assemble
 from lenspipe.stages.capture import capture
 from lenspipe.stages.encode import encode
 from lenspipe.stages.read import read
+from lenspipe.stages.sample import hold_model, hold_tokenizer
 from lenspipe.stages.work import NamedTokens
 from lenspipe.storage.artifacts import ArtifactStore
 from lenspipe.storage.owners import sweep
@@ -63,10 +64,12 @@ def _make(plan: Plan) -> None:
 
     def nothing(_: int) -> None: ...
 
+    hold_tokenizer(store, facts, tokenizer)
     todo = [item.shard for item in plan.encode]
     encode(store, recipe, facts, tokenizer, todo, nothing)
     if plan.loads_model:
         model = shared_model(recipe, facts)
+        hold_model(store, recipe, model)
         for item in plan.capture:
             with item.claimed(store, "capture") as cells:
                 capture(store, recipe, model, item.shard, cells, nothing)

@@ -19,7 +19,7 @@ from lenspipe.grid import Site
 from lenspipe.kernels import readout as kernel
 from lenspipe.kernels.head import Request
 from lenspipe.models.lens_model import LensModel, open_model
-from lenspipe.models.tokenizer import Tokenizer, load_tokenizer
+from lenspipe.models.tokenizer import Tokenizer, load_tokenizer, timeless
 from lenspipe.recipe import make_recipe
 from lenspipe.stages.capture import padded
 from lenspipe.stages.encode import encode_documents
@@ -271,6 +271,32 @@ def test_a_chat_template_without_bos_gets_one_only_when_always() -> None:
     tokenizer = Tokenizer(words("bos", chat_template=BARE_CHAT))
     assert tokenizer.encode(MESSAGES, "auto", "line 1") == ([IDS["sat"]], 0)
     assert tokenizer.encode(MESSAGES, "always", "line 1") == ([BOS, IDS["sat"]], 1)
+
+
+LLAMA_DATE = """{%- if not date_string is defined %}
+    {%- if strftime_now is defined %}
+        {%- set date_string = strftime_now("%d %b %Y") %}
+    {%- else %}
+        {%- set date_string = "26 Jul 2024" %}
+    {%- endif %}
+{%- endif %}
+{{- date_string }}"""
+
+
+@pytest.mark.parametrize(
+    "template, expected",
+    [
+        (LLAMA_DATE, "26 Jul 2024"),
+        ("{{ strftime_now('%A, %-d %B %Y, %H:%M') }}", "Friday, 26 July 2024, 00:00"),
+        ("\n  {% if true %}\n{{ strftime_now('%Y-%m-%d') }}{% endif %}!\n!", "\n2024-07-26!\n!"),
+    ],
+)
+def test_a_chat_template_that_writes_todays_date_writes_the_same_on_any_day(template: str, expected: str) -> None:
+    hf = words("bos", chat_template=template)
+    assert hf.apply_chat_template(MESSAGES, tokenize=False, chat_template=timeless(template)) == expected
+    assert hf.apply_chat_template(MESSAGES, tokenize=False) != expected
+    told = "{{ 'cat' if strftime_now('%Y') == '2024' else 'sat' }}"
+    assert Tokenizer(words("bos", chat_template=told)).encode(MESSAGES, "never", "line 1")[0] == [IDS["cat"]]
 
 
 def test_messages_without_a_template_or_that_it_refuses_or_without_content_are_refused() -> None:

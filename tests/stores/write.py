@@ -6,11 +6,11 @@ from importlib.metadata import version
 from pathlib import Path
 
 from lenspipe.recipe import make_recipe
+from lenspipe.upkeep import ALL_STAGES
 from tests.chaos.small import carry_out
 from tests.conftest import ROOT
 
 FOLDER = Path(__file__).parent
-KEPT = ("cut", "encode", "capture", "read", "assemble")
 
 
 def main() -> None:
@@ -29,7 +29,7 @@ def main() -> None:
         }
         carry_out(make_recipe(values))
         with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as packed:
-            for stage in KEPT:
+            for stage in ALL_STAGES:
                 for path in sorted((store / stage).rglob("*")):
                     if path.is_file():
                         packed.write(path, path.relative_to(store))
