@@ -32,8 +32,11 @@ TEXT = "The naïve café's 1,024 «tests»:\n\tif x != 3.14: print('½ — 好�
 COLUMNS = 64
 """Logits compared of each state."""
 
-TOLERANCE = {"float32": 1e-3, "bfloat16": 1e-1, "float16": 1e-1}
-"""Largest difference of a layer's logits, in their standard deviations, that another device or kernel may make."""
+TOLERANCE = {"float32": 1e-3, "bfloat16": 1e-1, "float16": 2e-2}
+"""Largest difference of a layer's logits, in their standard deviations, that another device or kernel may make.
+
+In SmolLM2-135M, other kernels and another attention implementation make 1.5e-6, 0.03 and 0.002.
+"""
 
 
 _held: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
